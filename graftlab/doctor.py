@@ -98,10 +98,10 @@ def _versions() -> list[Finding]:
 
 
 def _kernel() -> list[Finding]:
-    said = kernel.description()
-    if said.startswith("compiled"):
-        return [Finding("kernel", said)]
-    return [Finding("kernel", said, "install a C compiler, then: pip install --force-reinstall --no-deps graftlab")]
+    built = kernel.description()
+    if built.startswith("compiled"):
+        return [Finding("kernel", built)]
+    return [Finding("kernel", built, "install a C compiler, then: pip install --force-reinstall --no-deps graftlab")]
 
 
 def _gpus() -> list[Finding]:

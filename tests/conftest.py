@@ -64,19 +64,19 @@ def sealed_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    """One rank a side, which the tests of a module share. ``session`` is the same in its first state."""
+def launched(request: pytest.FixtureRequest) -> Iterator[gl.Session]:
+    """One rank a side, or the ``RANKS`` of the module, whose tests share them. ``session`` resets their plan."""
     import graftlab as gl  # imports torch later
 
-    with gl.launch(1, 1) as session:
+    with gl.launch(*getattr(request.module, "RANKS", (1, 1))) as session:
         yield session
 
 
 @pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
+def session(launched: gl.Session) -> gl.Session:
     from kit.support import reset
 
-    return reset(one_and_one)
+    return reset(launched)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ PATIENCE = 1.0
 INTERVAL = 0.2
 # Seconds without progress until the bar says what it waits for.
 SILENCE = 5.0
-_SAID = 160
+_LONGEST = 160
 
 _report: Callable[[str], None] | None = None
 
@@ -120,9 +120,9 @@ class LongWait:
         if more:
             self._news_at = now
         silent = now - self._news_at
-        said = self._where() if self._where is not None and silent >= SILENCE else ""
-        said = f"nothing for {silent:.0f} s: {said}" if said else ""
-        self._bar.set_postfix_str(said if len(said) <= _SAID else f"{said[:_SAID]}…", refresh=False)
+        reason = self._where() if self._where is not None and silent >= SILENCE else ""
+        reason = f"nothing for {silent:.0f} s: {reason}" if reason else ""
+        self._bar.set_postfix_str(reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}…", refresh=False)
         self._bar.update(more)
         # Without a refresh, a bar that receives no items does not show the elapsed time.
         self._bar.refresh()

@@ -87,21 +87,21 @@ def judge_gradients(
     factor, alike = _common_factor(lines)
     over = [line for line in lines if not line.is_explained(factor)]
     named = tuple(dict.fromkeys(line.name for line in over))
-    said = list(absent)
+    sentences = list(absent)
     paired = {line.name: line.target_name for line in lines}
     if named and (sum_of_ranks := _sum_of_ranks(over, paired, baseline[0], target)) is not None:
-        said.append(sum_of_ranks)
+        sentences.append(sum_of_ranks)
     elif named and (sum_of_steps := _sum_of_steps(named, paired, baseline[0], target[0])) is not None:
-        said.append(sum_of_steps)
+        sentences.append(sum_of_steps)
     elif named:
-        said.append(_in_words(over, named, factor))
+        sentences.append(_in_words(over, named, factor))
     if factor != 1.0:
-        said.append(_of_factor(factor, alike, bool(named or absent)))
+        sentences.append(_of_factor(factor, alike, bool(named or absent)))
     if named or factor != 1.0:
-        said += _where(baseline[0], target, paired)
+        sentences += _where(baseline[0], target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
-        (unseen if _is_unscaled(baseline[0], target[0]) else said).append(hidden)
-    return GradientFindings(tuple(said), named, factor, tuple(unseen))
+        (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
+    return GradientFindings(tuple(sentences), named, factor, tuple(unseen))
 
 
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
@@ -195,7 +195,7 @@ def _common_factor(lines: Sequence[_GradientPair]) -> tuple[float, int]:
 def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> list[str]:
     """Sentences on weights that have a gradient on only one side, or that one side does not train."""
     partner = {**paired, **{theirs: ours for ours, theirs in paired.items()}}
-    said = []
+    sentences = []
     sides = (("baseline", baseline, target), ("target", target, baseline))
     for (side, own, other), (opposite, _, _) in zip(sides, reversed(sides), strict=True):
         trained = {name for name in other.dtypes if name not in other.frozen}
@@ -203,8 +203,8 @@ def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapp
         none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients and n not in frozen]
         for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
             if names:
-                said.append(f"The {side} {why} {first_of([*names], _SHOWN)}, and the {opposite} does.")
-    return said
+                sentences.append(f"The {side} {why} {first_of([*names], _SHOWN)}, and the {opposite} does.")
+    return sentences
 
 
 def _sum_of_ranks(
@@ -298,32 +298,32 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
 
 def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], paired: Mapping[str, str]) -> list[str]:
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
-    said = []
+    sentences = []
     ours, theirs = baseline, target[0]
     for one, other in _common_results(ours, theirs)[:1]:
         factor = _factor_of_loss(ours, theirs)
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
-            said.append(
+            sentences.append(
                 f"The loss gives the model's results gradients that are {factor:.6g} times the baseline's: it is a "
                 "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
             )
         elif factor is None:
-            said.append(_of_differing_loss(_common_results(ours, theirs), ours.scale / theirs.scale))
+            sentences.append(_of_differing_loss(_common_results(ours, theirs), ours.scale / theirs.scale))
         else:
-            said.append("The gradients that the loss gives the model's results agree.")
+            sentences.append("The gradients that the loss gives the model's results agree.")
     if ours.calls != theirs.calls:
-        said.append(
+        sentences.append(
             f"For one update the baseline calls models {_times_called(ours.calls)} and the target "
             f"{_times_called(theirs.calls)}."
         )
     before, after = _changed_afterwards(ours), _changed_afterwards(theirs)
     if before is not None and after is not None and abs(before / after - 1) > _SUM:
-        said.append(
+        sentences.append(
             f"After the backward passes the baseline multiplies its gradients by {before:.4g} and the target by "
             f"{after:.4g}, as clipping, a scaler or an average does."
         )
-    return said
+    return sentences
 
 
 def _of_differing_loss(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> str:

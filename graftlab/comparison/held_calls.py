@@ -365,23 +365,23 @@ def known_at(interrupt: KeyboardInterrupt) -> list[str]:
 
 
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
-    said = []
+    remarks = []
     for side, calls in (("baseline", baseline), ("target", target)):
         fails = next((call.fails_when_repeated for call in calls if call.fails_when_repeated), None)
         moved = dict.fromkeys(what for call in calls for what in call.not_repeated)
         if fails is not None:
-            said.append(
+            remarks.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: it fails when it is repeated ({fails}). Do "
                 "not rely on anything below."
             )
         elif moved:
-            said.append(
+            remarks.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
                 f"numbers it returns a different result ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
                 f"State outside the model and its arguments, random numbers of another source, or memory that is read "
                 "before anything is written to it (torch.empty), may change it."
             )
-    return said
+    return remarks
 
 
 def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
@@ -503,24 +503,24 @@ def _change(call: CallDescription) -> float:
 
 
 def _not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
-    said = []
+    remarks = []
     if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
-        said.append(f"{first_of(written)}: it is large, or not the same when the call is repeated.")
+        remarks.append(f"{first_of(written)}: it is large, or not the same when the call is repeated.")
     for ours, theirs in zip(baseline[:1], target[:1], strict=False):
-        said += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
+        remarks += [f"{each}." for each in written_on_one_side(ours.plain, theirs.plain)]
     for side, calls in (("baseline", baseline), ("target", target)):
         for call in calls[:1]:
             dtype = next((str(t.dtype).removeprefix("torch.") for t in call.returned.values()), "float32")
             limit = assumed_floor([dtype])[0] if roundoff(dtype) else 0.0
             if (change := _change(call)) > limit:
-                said.append(
+                remarks.append(
                     f"what the {side} computes without taps: with them its result changes by {change:.2g}, as where "
                     "hooks switch a fused path off."
                 )
             if call.others:
                 counts = ", ".join(f"{kind} ({counted(count, 'call')})" for kind, count in call.others.items())
-                said.append(f"other models that the {side} has called: {counts}; --model NAME chooses one.")
-    return said
+                remarks.append(f"other models that the {side} has called: {counts}; --model NAME chooses one.")
+    return remarks
 
 
 def _add_backward(

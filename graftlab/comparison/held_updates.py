@@ -130,7 +130,7 @@ def _model_inherits(findings: Findings) -> Findings:
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences on weights and states that differ before the update by more than earlier updates' rounding."""
-    said = []
+    sentences = []
     for kind, what in (("param", "The weights already differ"), ("optimizer", "The optimizer's state already differs")):
         differing = [
             row["name"]
@@ -138,8 +138,8 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             if kind_of(row["tags"]) == kind and not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
         ]
         if differing:
-            said.append(f"{what} before this update: {first_of([*differing], 4)}.")
-    return said
+            sentences.append(f"{what} before this update: {first_of([*differing], 4)}.")
+    return sentences
 
 
 def _not_taken(taken: pd.DataFrame) -> list[str]:
@@ -155,12 +155,12 @@ def _differing_settings(
     baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Sentences on differing settings, with both sides' values, and on optimizers of different classes."""
-    said = []
+    sentences = []
     if baseline.optimizer != target.optimizer:
-        said.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
+        sentences.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
     for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
-        if setting == "initial_lr" and any("optimizer's lr " in line for line in said):
+        if setting == "initial_lr" and any("optimizer's lr " in line for line in sentences):
             # A scheduler's initial rate shows in the rate itself.
             continue
         ours, theirs = baseline.settings.get(setting, {}), target.settings.get(setting, {})
@@ -172,12 +172,14 @@ def _differing_settings(
         for (one, other), names in differing.items():
             where = "" if len(names) == len(pairs) else f", for {first_of([*names], 4)}"
             verb = "are" if isinstance(one, tuple) else "is"
-            said.append(f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}.")
+            sentences.append(
+                f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}."
+            )
     apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
     if apart:
         one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
-        said.append(
+        sentences.append(
             f"The weights are {one} on the baseline and {other} on the target: {first_of([*apart], 4)}. "
             "An update below their rounding is lost."
         )
-    return said
+    return sentences

@@ -242,18 +242,18 @@ class _HeldInTurn:
             return "Nothing was judged yet."
         return f"So far: {self._agreed(*self._judged)}"
 
-    def _concluded(self, said: Sequence[str] = ()) -> Comparison:
+    def _concluded(self, remarks: Sequence[str] = ()) -> Comparison:
         """The comparison if everything that was judged agrees."""
         if self._unpaired is not None and not self._updates:
-            return self._with(self._unpaired, (*said, *self._left_elsewhere(self._unpaired)))
+            return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         compared = next(iter(self._undecided.values()), self._compared)
-        said = [*said, *self._left_elsewhere(compared)]
+        remarks = [*remarks, *self._left_elsewhere(compared)]
         if self._choice.training and not self._updates:
             why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
-            return self._with(compared, (why, self._agreed(), *said), "inconclusive")
+            return self._with(compared, (why, self._agreed(), *remarks), "inconclusive")
         # A single inconclusive call has its reasons in its own text.
         is_only = len(self._undecided) == len(self._models) == 1 and not self._updates
-        return self._with(compared, ("" if is_only else self._agreed(), *said))
+        return self._with(compared, ("" if is_only else self._agreed(), *remarks))
 
     def _left_elsewhere(self, compared: Comparison) -> list[str]:
         """Sentences on what was not checked in other calls than the one of this comparison."""
@@ -465,7 +465,7 @@ class _HeldInTurn:
     def _has_started(self) -> bool:
         return self._started is not None and self._started.starts > 0
 
-    def _with(self, compared: Comparison, said: Sequence[str], answer: Answer | None = None) -> Comparison:
+    def _with(self, compared: Comparison, remarks: Sequence[str], answer: Answer | None = None) -> Comparison:
         starts = self._started.starts if self._started is not None else 0
         how = how_started(starts) if starts else _HOW
         elsewhere = [
@@ -473,8 +473,8 @@ class _HeldInTurn:
             for side, _ in SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
-        remarks = (*said, *compared.remarks, *self._raised, *elsewhere)
-        return replace(compared, remarks=remarks, answer=answer or compared.answer, how=how, starts=starts)
+        every = (*remarks, *compared.remarks, *self._raised, *elsewhere)
+        return replace(compared, remarks=every, answer=answer or compared.answer, how=how, starts=starts)
 
     def _may_follow(self, held: HeldUnits, compared: Comparison) -> bool:
         """Whether a call that proves nothing may be followed by others: not if it cannot be repeated."""
@@ -488,27 +488,29 @@ class _HeldInTurn:
         listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
         listed += [f"{counted(made, 'update')} of the weights"] if made else []
-        said = []
+        parts = []
         if listed:
             several = sum(counts.values()) + made > 1
-            said.append(f"{' and '.join(listed)} agree{'' if several else 's'}")
+            parts.append(f"{' and '.join(listed)} agree{'' if several else 's'}")
         if self._results:
-            said.append(f"{'and so do ' if said else ''}the results of the next {counted(len(self._results), 'call')}")
-            said[-1] += "" if len(said) > 1 else " agree"
+            parts.append(
+                f"{'and so do ' if parts else ''}the results of the next {counted(len(self._results), 'call')}"
+            )
+            parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self._undecided if place < len(models)]
         what = f"{'Call' if len(unclear) == 1 else 'Calls'} {' and '.join(unclear)} cannot be judged whole."
-        return " ".join([*([f"{', '.join(said)}."] if said else []), *([what] if unclear else [])])
+        return " ".join([*([f"{', '.join(parts)}."] if parts else []), *([what] if unclear else [])])
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with a sentence on what agreed before it."""
         tokens = self._chosen_tokens(compared)
         if tokens:
             number = len(self._models) + len(self._results)
-            said = f"{self._agreed(len(self._models) - 1)} {sentence_on(tokens, number, self._models[-1])}".strip()
+            chosen = f"{self._agreed(len(self._models) - 1)} {sentence_on(tokens, number, self._models[-1])}".strip()
             if not all(each.is_tie for each in tokens):
-                return self._with(compared, (said,))
+                return self._with(compared, (chosen,))
             # From equal tokens, this call agrees too.
-            return self._with(compared, (said, _AFTER_A_TIE), "agree")
+            return self._with(compared, (chosen, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
@@ -562,17 +564,17 @@ class _HeldInTurn:
         agreed = self._agreed()
         before = f"{agreed} Then the" if agreed else "The"
         scripts = scripts_of(self._session)
-        said = [
+        remarks = [
             f"{before} {side} `{process.command.text}` {how}. Its output ends:\n{process.last_lines()}"
             for side, process in scripts.items()
             if (how := failure_of(process, held.of(side))) is not None
         ]
         if not self._judged:
-            raise SessionError("\n".join([*said, *self._raised]) or _NOTHING_TO_JUDGE)
-        if not said and held.have_ended and (other := other_exit_code(scripts)) is not None:
-            said = [f"{before} {other}"]
-        if said:
-            return self._with(self._compared, said, "inconclusive")
+            raise SessionError("\n".join([*remarks, *self._raised]) or _NOTHING_TO_JUDGE)
+        if not remarks and held.have_ended and (other := other_exit_code(scripts)) is not None:
+            remarks = [f"{before} {other}"]
+        if remarks:
+            return self._with(self._compared, remarks, "inconclusive")
         for more, fewer in SIDES:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):

@@ -103,7 +103,7 @@ class SessionCore:
         )
         reports = MessageRouter(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, reports)
-        jobs = JoinedJobs(self._ranks, self._runs, self._plans, self._hub, self._lock, rows, self._ask)
+        jobs = JoinedJobs(self._runs, self._plans, self._hub, self._lock, rows, self._ask)
         self._internals = SessionInternals(reports, jobs, self._plans, rows.set_aside)
         close_at_exit(self)
         self._plans.publish(plan)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -20,74 +19,44 @@ from graftlab.ranks.messages import ToRank, pack
 from graftlab.rows.store import RowStore, to_frame
 
 
+@dataclass(frozen=True, eq=False)
 class JoinedJobs:
     """A session as the session server uses it. ``lock`` is the session's, held while several changes become one."""
 
-    def __init__(
-        self,
-        ranks: Sequence[RankHandle],
-        runs: Runs,
-        plans: Plans,
-        hub: Hub,
-        lock: threading.RLock,
-        rows: RowStore,
-        ask: AskRank,
-    ) -> None:
-        self._ranks = ranks
-        self._runs = runs
-        self._plans = plans
-        self._hub = hub
-        self._lock = lock
-        self._rows = rows
-        self.ask = ask
-
-    def start_reading(self, rank: RankHandle) -> None:
-        """Start reading from this rank, which has a new connection."""
-        self._hub.add(rank)
+    runs: Runs
+    plans: Plans
+    hub: Hub
+    lock: threading.RLock
+    rows: RowStore
+    ask: AskRank
 
     def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
         """Begin a run of all ranks, and return it with its plan. A rank that is still in the previous run joins with
-        :meth:`note_moved`. Without a ``base`` the run's first step is the base.
+        :meth:`.Runs.note_moved`. Without a ``base`` the run's first step is the base.
         """
-        with self._lock:
-            info = self._runs.begin_joint_run()
+        with self.lock:
+            info = self.runs.begin_joint_run()
             base = info.first_step if base is None else base
-            return replace(info, generations=generations, base=base), self._plans.newest
-
-    def note_moved(self, rank: RankHandle) -> None:
-        """Note that the rank is in the newest run now."""
-        self._runs.note_moved(rank)
-
-    def note_return(self, rank: RankHandle, run: int) -> None:
-        """Note that the rank has reconnected, and was in this run all the time."""
-        self._runs.note_return(rank, run)
-
-    def remark(self, text: str) -> None:
-        """Put this sentence first in the summary of the newest run."""
-        self._runs.remark(text)
+            return replace(info, generations=generations, base=base), self.plans.newest
 
     def resume(self, run: RunInfo, plan: GraftPlan, *, published: bool) -> None:
         """Take over an earlier session's run of jobs, with their plan, or this session's if it was ``published``."""
-        with self._lock:
-            self._runs.resume(run)
+        with self.lock:
+            self.runs.resume(run)
             if published:
-                self._plans.publish_as(max(self._plans.newest.version, plan.version + 1))
+                self.plans.publish_as(max(self.plans.newest.version, plan.version + 1))
             else:
-                self._plans.publish(plan)
+                self.plans.publish(plan)
 
     def supersede(self, plan: GraftPlan) -> None:
         """Publish the session's plan again, with a higher version, if a job returns with a different plan.
 
         The job would otherwise take its own plan, from an earlier session, for the newer one.
         """
-        with self._lock:
-            mine = self._plans.newest
+        with self.lock:
+            mine = self.plans.newest
             if plan.version >= mine.version and to_wire(plan) != to_wire(mine):
-                self._plans.publish_as(plan.version + 1)
-
-    def send_plan(self, rank: RankHandle) -> None:
-        """Send the newest plan to a rank that has reconnected."""
-        self._plans.send_to(rank)
+                self.plans.publish_as(plan.version + 1)
 
     def send(self, rank: RankHandle, message: ToRank) -> None:
         """Send a rank a message that has no answer."""
@@ -95,4 +64,4 @@ class JoinedJobs:
 
     def rows_from(self, number: int) -> pd.DataFrame:
         """The rows from this row on, as a frame."""
-        return to_frame(self._rows.rows(number))
+        return to_frame(self.rows.rows(number))

@@ -240,7 +240,7 @@ def values_of_other_shapes(
 ) -> list[str]:
     """Sentences on what both sides return, or write, in different shapes; with ``matched`` only on other sizes."""
     return [
-        f"{(said := value_in_words(path))[0].upper()}{said[1:]} has the shape {_shape(one[path])} on the baseline and "
+        f"{(what := value_in_words(path))[0].upper()}{what[1:]} has the shape {_shape(one[path])} on the baseline and "
         f"{_shape(other[path])} on the target."
         for path in one
         if path in other
@@ -252,12 +252,12 @@ def values_of_other_shapes(
 
 def written_on_one_side(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
     """What only the call of one side writes, in words."""
-    said = []
+    written = []
     for side, ours, theirs in (("baseline", one, other), ("target", other, one)):
         alone = [path.removeprefix(_WRITTEN) for path in ours if is_written(path) and path not in theirs]
         if alone:
-            said.append(f"what the {side}'s call alone writes, to {first_of(alone)}")
-    return said
+            written.append(f"what the {side}'s call alone writes, to {first_of(alone)}")
+    return written
 
 
 def _without_written(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -155,8 +155,8 @@ def rounded_results(call: Call, *, budget: int) -> RoundedResults:
         with in_float64():
             exact = _run(call, SelfGraftRecorder(0))
     except Exception as error:
-        said = [line for line in str(error).splitlines() if line.strip()]
-        failed = ": ".join([type(error).__name__, *said[:1]])
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        failed = ": ".join([type(error).__name__, *lines[:1]])
     moved = _run(call, SelfGrafter(record.taps, lambda name: "", resets=False))
     return RoundedResults(moved, exact, failed)
 

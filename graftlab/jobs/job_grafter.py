@@ -171,7 +171,7 @@ class JobGrafter(Grafter):
             budget=order.budget,
             dtypes=order.dtypes,
             keep=order.keep,
-            paired_names=self._paired_names,
+            paired_names=lambda name: self.plan.paired_names(self.place.side, name),
             before=before,
         )
         with self._ordering:
@@ -258,6 +258,3 @@ class JobGrafter(Grafter):
         if self._tracing is not None:
             self._tracing.end()
         super().end_run()
-
-    def _paired_names(self, name: str) -> list[str]:
-        return [pairing.name for pairing in self.plan.pairings(self.place.side, name, {})]

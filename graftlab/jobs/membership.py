@@ -179,7 +179,7 @@ class Membership:
         """Record that the rank is in the newest world."""
         rank.enter_world()
         rank.generation = self.generation(rank.place.side)
-        self._joined.note_moved(rank)
+        self._joined.runs.note_moved(rank)
 
     def _begin_when_all_have_moved(self) -> None:
         if len(self._linked) < len(self._ranks) or not self._at_work <= self._moved.keys():
@@ -205,13 +205,13 @@ class Membership:
             )
             newcomers.setdefault(rank.place.side, first_step)
             # A newer plan may have been published since the world was set up.
-            self._joined.send_plan(rank)
+            self._joined.plans.send_to(rank)
             self._at_work.add(number)
             self._current.add(number)
         self._has_begun = [True, True]
         for side, first_step in newcomers.items():
             if self.generation(side) > 1:
-                self._joined.remark(
+                self._joined.runs.remark(
                     f"the {side} was started again (generation {self.generation(side)}), and its first step is step "
                     f"{first_step} here: this run compares like with like only if both sides compute the same there; a "
                     f"job that resumes passes its step as first_step (GRAFTLAB_FIRST_STEP)"

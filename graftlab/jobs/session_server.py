@@ -288,7 +288,7 @@ class SessionServer:
             rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
             far.send(pack_handshake(self._accepted(rank, [])))
             if join.rejoin is not None:
-                self._jobs.send_plan(rank)
+                self._jobs.plans.send_to(rank)
             return rank.take_ends()
 
     def _refusal(self, join: JoinRequest) -> RequestRefused | None:
@@ -345,7 +345,7 @@ class SessionServer:
         send_descriptors(connection, ends)
         rank.close_rank_ends()
         if join.rejoin is not None:
-            self._jobs.send_plan(rank)
+            self._jobs.plans.send_to(rank)
 
     def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
         """Give the process its rank. Also returns a note about it for the status."""
@@ -360,7 +360,7 @@ class SessionServer:
         if rank.has_joined:
             # Another process was this rank, and its connection has ended.
             rank.renew()
-            self._jobs.start_reading(rank)
+            self._jobs.hub.add(rank)
         run = None if join.rejoin is None else join.rejoin.run
         self._membership.enter(rank, run, join.first_step)
         if join.rejoin is not None:
@@ -371,7 +371,7 @@ class SessionServer:
                 rank.adopt_segment(segment)
             if join.rejoin.session == self._name:
                 # Only its connection was cut: it has stayed in this session's run.
-                self._jobs.note_return(rank, join.rejoin.run.run)
+                self._jobs.runs.note_return(rank, join.rejoin.run.run)
                 self._jobs.supersede(from_wire(join.rejoin.plan))
             elif not self._resumed:
                 self._resumed = True
@@ -440,7 +440,7 @@ class SessionServer:
             if not had_begun and not self._closed:
                 # It never began, so no run has to report its end, and another process may become this rank.
                 attached.renew()
-                self._jobs.start_reading(attached)
+                self._jobs.hub.add(attached)
             if not self._membership.occupied:
                 self.over.set()
 

@@ -31,7 +31,7 @@ from graftlab.ranks.compiled_runs import (
     CompilerSearch,
     runs_without_gradients,
     search_compiler,
-    what_is_compiled,
+    why_not_compiled_whole,
 )
 from graftlab.ranks.remote_functions import Callee, call_in_float64, round_callee
 from graftlab.taps.compiled_calls import CompiledCall, GradMode
@@ -114,36 +114,36 @@ class CompiledComparison:
 
     def _of_call(self) -> list[str]:
         """Return which of several possible calls was judged."""
-        said = []
+        remarks = []
         if self.not_whole is not None:
-            said.append(
+            remarks.append(
                 f"torch.compile cannot compile this call as a whole ({self.not_whole}). The modules that it calls were "
                 "compiled one by one, as by module.compile(), and the rest ran uncompiled."
             )
         if self.other_mode is not None and self.grad_mode is None:
             agrees = self.other_mode <= _PARTED * self.floor
             found = "agrees too" if agrees else f"is {self.other_mode:.1e} from the eager one, which is no better"
-            said.append(
+            remarks.append(
                 f"Judged as it is called, with gradients. Compiled without them (torch.no_grad), its result {found}."
             )
         elif self.other_mode is not None:
-            said.append(
+            remarks.append(
                 "Judged without gradients (torch.no_grad), because there the result is farther off. The call itself "
                 f"computes gradients, and compiled so its result is {_far(self.other_mode)}."
             )
         elif self.grad_mode is not None:
-            said.append(f"Judged under {self.grad_mode}, as grad_mode says.")
+            remarks.append(f"Judged under {self.grad_mode}, as grad_mode says.")
         if self.switches:
             named = " and ".join(f"torch._inductor.config.{name} = {value}" for name, value in self.switches.items())
             together = ", together but not one alone," if len(self.switches) > 1 else ""
-            said.append(
+            remarks.append(
                 f"With {named}{together} the compiled result is right: the mistake is in what that switches off."
             )
         elif self.stage is not None:
-            said.append(
+            remarks.append(
                 f"No switch of inductor makes the compiled result right; backend={self.stage!r} does, which does less."
             )
-        return [*said, *self._of_lines()]
+        return [*remarks, *self._of_lines()]
 
     def _of_lines(self) -> list[str]:
         """Return the lines of source whose compiled code is wrong."""
@@ -318,7 +318,7 @@ class _CompiledRuns:
     def choose_what_is_compiled(self) -> None:
         """Compile the call as a whole, or else the modules that it calls. Raises :class:`RunError` if neither works."""
         self.graphs += 1
-        try_call = partial(what_is_compiled, self.call, self._args, self._kwargs)
+        try_call = partial(why_not_compiled_whole, self.call, self._args, self._kwargs)
         run = self._run("what torch.compile can compile", None, try_call)
         self.not_whole = next((reason for reason in run.target if reason is not None), None)
         if self.not_whole is not None:

@@ -111,16 +111,18 @@ def judge_rows(
     """
     refuse_floor(floor)
     refuse_threshold(threshold)
-    said = remarks_on_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
+    job_remarks = remarks_on_rows(compared, grafted, shown, given=floor, threshold=threshold, where=where)
     computed = without_data(grafted)
-    frame = added_frame(computed, {}, compared=compared, constant=said.constant)
+    frame = added_frame(computed, {}, compared=compared, constant=job_remarks.constant)
     if (misaligned := find_misaligned_steps(ungrafted)) is not None:
         unjudged = frame.assign(label="unmeasured")
         ranks = grafted["rank"].nunique()
-        return Verdict(Findings(unjudged, threshold, ranks, inconclusive=[misaligned.sentence], job_remarks=said), 0)
+        return Verdict(
+            Findings(unjudged, threshold, ranks, inconclusive=[misaligned.sentence], job_remarks=job_remarks), 0
+        )
     earlier = ungrafted[ungrafted["step"] < grafted["step"].min()] if len(grafted) else ungrafted
-    if (first := first_difference(earlier, AccumulatedFloors({}, {}, said.constant), threshold)) is not None:
-        said = replace(said, first=(first.sentence, *said.first))
+    if (first := first_difference(earlier, AccumulatedFloors({}, {}, job_remarks.constant), threshold)) is not None:
+        job_remarks = replace(job_remarks, first=(first.sentence, *job_remarks.first))
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)
     evened = GradientScaling() if sizes is None else gradient_scaling(frame, computed, named, *sizes, threshold)
@@ -129,7 +131,7 @@ def judge_rows(
         data.append(evened.text)
         frame = evened.taken_out_of(frame)
     following = consequences(frame, [group for group in named if group not in even], threshold)
-    data += more_in_other_steps(without_data(others), {*named}, said, threshold)
+    data += more_in_other_steps(without_data(others), {*named}, job_remarks, threshold)
     named = [group for group in named if group not in (*even, *following)]
     inputs = {*input_names(compared), *input_names(computed)}
     given = [group_of(n, t) for n, t in zip(grafted["name"], grafted["tags"], strict=True) if n in inputs]
@@ -137,12 +139,12 @@ def judge_rows(
         labelled(frame, named, following, {}, threshold, even),
         threshold,
         grafted["rank"].nunique(),
-        [*unseen_of(grafted), *said.unseen],
-        remarks=said.of_named if named else (),
+        [*unseen_of(grafted), *job_remarks.unseen],
+        remarks=job_remarks.of_named if named else (),
         data=data,
         inputs=[*given, *even],
         following=following,
-        job_remarks=said,
+        job_remarks=job_remarks,
         extra_calls=extra_calls(grafted, named),
     )
     return Verdict(findings, 0)

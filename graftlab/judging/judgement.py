@@ -491,16 +491,16 @@ class Judgement:
         # A user who names the output has chosen what counts.
         states_lost = naming.clears and self._runs.request.output is None
         naming.unseen += differences.not_compared(with_lost=not states_lost)
-        said = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
+        unexplained = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
         written = differences.written() + differences.lost_gradients()
         if naming.clears:
-            said += written
+            unexplained += written
             found = differences.no_tap_explains()
             if naming.data_differs:
                 # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]
                 found = []
-            said += found
+            unexplained += found
             if found and not naming.target_not_repeated and evidence.returned is not None:
                 again = self._attempt(
                     "another run without grafts",
@@ -508,13 +508,13 @@ class Judgement:
                     None,
                 )
                 if again is not None:
-                    said += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+                    unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []
-            return said, (differences.lost() if states_lost else []) + without_output, []
-        return said, [], written
+            return unexplained, (differences.lost() if states_lost else []) + without_output, []
+        return unexplained, [], written
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 

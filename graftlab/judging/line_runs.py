@@ -164,13 +164,13 @@ class LineSearch:
         """Sentences on why nothing was traced, and on the groups that agree when their operations run one by one."""
         if self._not_traced:
             return [f"No line of source is named: {self._not_traced}."]
-        said = []
+        remarks = []
         if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
-            said.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
-        said += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
+            remarks.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
+        remarks += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
-            return said
+            return remarks
         agree = "agree" if len(vanished) > 1 else "agrees"
         traced = [trace for rank in (() if self._traced is None else self._traced.target) for trace in rank]
         if any(trace is not None and trace.was_compiled for trace in traced):
@@ -180,7 +180,7 @@ class LineSearch:
                 "no line of source is named, because the difference does not arise in each run, or only in a fused "
                 "path that tracing switches off."
             )
-        return [*said, f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: {why}"]
+        return [*remarks, f"Run eagerly, operation by operation, {', '.join(vanished)} {agree}: {why}"]
 
     def confirm(self) -> None:
         """Graft single operations, to see whether the taps agree then."""

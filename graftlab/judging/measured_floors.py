@@ -27,7 +27,7 @@ class MeasuredFloors:
 
     def paired(self, added: AddedRounding) -> list[str]:
         """The names of a tap in filters: one for each of its pairs."""
-        return [pairing.name for pairing in self._plan.pairings("baseline", added.name, own_tags(added.tags))]
+        return self._plan.paired_names("baseline", added.name, own_tags(added.tags))
 
     @property
     def added(self) -> list[AddedRounding]:

@@ -62,8 +62,8 @@ class TapLines:
         return f"<TapLines of {self.tap}>\n{self.text}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        said = "".join(f"<p>{html.escape(each)}</p>" for each in self.remarks)
-        return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}{said}")
+        remarks = "".join(f"<p>{html.escape(each)}</p>" for each in self.remarks)
+        return bundle(repr(self), f"<p><b>{html.escape(self._headline)}</b></p>{source_view(self.found)}{remarks}")
 
 
 def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> TapLines:
@@ -84,8 +84,8 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
         if not mine.any():
             names = list(dict.fromkeys([*frame["name"], *frame["group"]]))
             close = difflib.get_close_matches(tap, names, n=3)
-            said = f"did you mean {', '.join(map(repr, close))}?" if close else f"measured: {', '.join(names[:8])}"
-            raise SessionError(f"lines: no tap {tap!r} was measured on both sides in this call; {said}")
+            others = f"did you mean {', '.join(map(repr, close))}?" if close else f"measured: {', '.join(names[:8])}"
+            raise SessionError(f"lines: no tap {tap!r} was measured on both sides in this call; {others}")
         frame.loc[mine, "group"] = tap
         rows = frame[mine]
         if rows["ratio"].isna().any():

@@ -25,23 +25,23 @@ def unseen_taps(
 ) -> list[str]:
     """Sentences on taps that a run lacks, that show no tensor, or whose floor was not recorded."""
     data = data_rows(compared)
-    said = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
+    remarks = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
     measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
     lost = [
         n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
     ]
     if lost:
-        said.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
+        remarks.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
     if skipped:
-        said.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
+        remarks.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
     not_recorded = sum(each.not_recorded for each in selves)
     if not_recorded:
-        said.append(
+        remarks.append(
             f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
             "others is used for them (launch with a larger keep_budget)."
         )
-    return said
+    return remarks
 
 
 def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
@@ -120,17 +120,17 @@ def effects_not_measured(
     # An optimizer's update cannot affect the output of its own step.
     left = [g for g in named if judged_at(g) <= _JUDGED_LAST and not any(g in each.labels for each in causes.values())]
     left = [g for g in left if not any(each.is_beside(g) for each in outputs)]
-    said = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
+    remarks = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if swaps.not_swapped:
         taps = ", ".join(list(swaps.not_swapped)[:4])
-        said.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
+        remarks.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
     if swaps.unlike_ranks:
         taps = ", ".join(list(swaps.unlike_ranks)[:4])
-        said.append(
+        remarks.append(
             f"How far the target's {taps} is off could not be measured in every swap: its ranks have different values "
             "there, and should have equal ones."
         )
-    return said
+    return remarks
 
 
 def outputs_themselves(groups: Sequence[str]) -> list[str]:

@@ -660,7 +660,7 @@ _TO_THE_END = 2**63 - 1
 @lru_cache(maxsize=4096)
 def _words(func: Any, args: tuple[_Described, ...], given: tuple[tuple[str, _Described], ...]) -> _Words:
     signature = _signature(func)
-    said = []
+    words = []
     plain = []
     shapes: list[tuple[int, ...]] = []
     for argument, value in signature.given(args, dict(given)):
@@ -671,10 +671,10 @@ def _words(func: Any, args: tuple[_Described, ...], given: tuple[tuple[str, _Des
         shown = _value_in_words(value)
         named = isinstance(value, _PlainValue) and isinstance(value.value, (bool, str))
         by_name = argument.is_by_name or named or argument.name in ("scale", "eps", "dim")
-        said.append(f"{argument.name}={shown}" if by_name and not isinstance(value, _TensorKind) else shown)
+        words.append(f"{argument.name}={shown}" if by_name and not isinstance(value, _TensorKind) else shown)
         if not kinds:
             plain.append(f"{argument.name}={shown}")
-    return f"{signature.name}({', '.join(said)})", tuple(plain), tuple(shapes)
+    return f"{signature.name}({', '.join(words)})", tuple(plain), tuple(shapes)
 
 
 def _kinds(value: _Described) -> Iterator[_TensorKind]:

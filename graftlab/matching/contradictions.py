@@ -19,8 +19,24 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
 
 
-def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Target taps with the values of another role than their name has, such as k for v: names and sentences.
+@dataclass(frozen=True)
+class Contradiction:
+    """A sentence, and the target's tap that it is about."""
+
+    tap: str
+    text: str
+
+
+def first_taps(found: Iterable[Contradiction]) -> dict[str, str]:
+    """Each sentence once, with the first tap that it is about."""
+    taps: dict[str, str] = {}
+    for each in found:
+        taps.setdefault(each.text, each.tap)
+    return taps
+
+
+def other_roles(pairs: Sequence[Pair]) -> list[Contradiction]:
+    """Target taps with the values of another role than their name has, such as k for v.
 
     Two swapped taps share a sentence.
     """
@@ -41,17 +57,17 @@ def other_roles(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
         )
 
     found = [mixed for pair in pairs if not is_part(pair) and (mixed := _other_role(pair, parts)) is not None]
-    problems: list[tuple[str, str]] = []
+    problems: list[Contradiction] = []
     while found:
         one = found.pop(0)
         twin = max((other for other in found if one.is_swapped_with(other)), key=one.nearness, default=None)
         if twin is None:
-            problems.append((one.pair.target, one.text))
+            problems.append(Contradiction(one.pair.target, one.text))
             continue
         # Two taps with each other's values are one mistake.
         found.remove(twin)
         text = f"{one.text}, and {twin.short}: the two are swapped"
-        problems += [(one.pair.target, text), (twin.pair.target, text)]
+        problems += [Contradiction(one.pair.target, text), Contradiction(twin.pair.target, text)]
     return problems
 
 
@@ -116,7 +132,7 @@ def _other_role(pair: Pair, roles: Mapping[tuple[str, str], tuple[str, str]]) ->
     return None
 
 
-def other_parts(pairs: Sequence[Pair]) -> list[str]:
+def other_parts(pairs: Sequence[Pair]) -> list[Contradiction]:
     """Taps of one size that each match a part of the other side's larger tensor, but not each other.
 
     If the baseline takes the first token and the target the last, both are parts of an earlier tap that agrees.
@@ -125,8 +141,12 @@ def other_parts(pairs: Sequence[Pair]) -> list[str]:
     wholes = {(pair.baseline, pair.target) for pair in pairs if not pair.layout.leaves_out}
     taken = {side: [p for p in pairs if p.whole == side and p.layout.leaves_out] for side in ("baseline", "target")}
     return [
-        f"{mine.target} is a part of {mine.baseline} ({mine.layout.text!r}), and the baseline's {theirs.baseline} is "
-        f"a different part of the target's {theirs.target} ({theirs.layout.text!r}), though they may be one quantity"
+        Contradiction(
+            mine.target,
+            f"{mine.target} is a part of {mine.baseline} ({mine.layout.text!r}), and the baseline's {theirs.baseline} "
+            f"is a different part of the target's {theirs.target} ({theirs.layout.text!r}), though they may be one "
+            "quantity",
+        )
         for mine in taken["baseline"]
         for theirs in taken["target"]
         if (mine.baseline, theirs.target) in wholes
@@ -153,7 +173,7 @@ def _arrangement(pair: Pair) -> tuple[str, str, str]:
     return layout.text, pair.whole, layers_of(pair.baseline)
 
 
-def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[str]:
+def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contradiction]:
     """Pairs whose layout or partner differs from that of the same tap in other layers, which may be the fault.
 
     ``baseline`` has the names of the baseline's taps that are in no pair. A different partner may be right: the first
@@ -188,23 +208,25 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str] = ()) -> list[s
             if pair.target in targets or 2 * odd[key] > len(usual):
                 continue
             if key[2] == layers_of(example.baseline):
-                problems.append(
+                text = (
                     f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, where {len(usual)} others "
                     f"like it are in the layout {example.layout.text!r}"
                 )
+                problems.append(Contradiction(pair.target, text))
                 continue
             expected = next((rule.baseline_for(pair.target) for rule in rules_of(usual)), None)
             taken = expected is not None and bool(partners.get(expected, set()) - {pair.target})
             moved = expected in baseline and places.get(key[2], place) != place
             if taken or moved:
-                problems.append(
+                text = (
                     f"{pair.target} is {pair.baseline}, where {len(usual)} others like it are paired as "
                     f"{example.target} with {example.baseline}"
                 )
+                problems.append(Contradiction(pair.target, text))
     return problems
 
 
-def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
+def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[Contradiction]:
     """Taps that are groups of heads of a fused tap, in layers where some tap does not match by value.
 
     ``unsure`` has the target's taps whose values do not match. If all of a layer's match, its parts were read
@@ -217,21 +239,24 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[str]:
         if part is not None and pair.whole == "baseline" and layer_of(pair.target) in layers:
             places.setdefault((layers_of(pair.target), part.text), pair)
     return [
-        f"{pair.target} is taken out of {pair.baseline} by groups of heads ({pair.layout.text!r}), which is right only "
-        f"if the baseline reads it that way"
+        Contradiction(
+            pair.target,
+            f"{pair.target} is taken out of {pair.baseline} by groups of heads ({pair.layout.text!r}), which is right "
+            "only if the baseline reads it that way",
+        )
         for pair in places.values()
     ]
 
 
-def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, str]]:
-    """The target's taps that the baseline shows only in part, and those parts. ``shapes`` are the target's."""
+def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[Contradiction]:
+    """The target's taps that the baseline shows only in part. ``shapes`` are the target's."""
     parts: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         parts[pair.target].append(pair)
     problems = []
     for name, own in parts.items():
         if rows := _rows_without(own):
-            problems.append((name, f"{name} is compared only in part: {rows}, as padding has"))
+            problems.append(Contradiction(name, f"{name} is compared only in part: {rows}, as padding has"))
         if name not in shapes or any(pair.whole == "baseline" or not pair.layout.leaves_out for pair in own):
             continue
         # The rows that a rule finds are known only for a given batch, and include those that it does not find.
@@ -239,9 +264,8 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
         if gap is not None:
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
-            problems.append(
-                (name, f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}")
-            )
+            text = f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}"
+            problems.append(Contradiction(name, text))
     return problems
 
 

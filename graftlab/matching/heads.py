@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from graftlab.errors import LayoutError
+from graftlab.matching.contradictions import Contradiction
 from graftlab.matching.names import last_role, module_of, role_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
@@ -52,8 +53,8 @@ def odd_heads(
     pairs: Sequence[Pair],
     baseline: Mapping[str, RecordedTap],
     target: Mapping[str, RecordedTap],
-    odd: Collection[str] = (),
-) -> list[str]:
+    odd: Collection[str],
+) -> list[Contradiction]:
     """Sentences on pairs of q and k, or of v and o, whose heads have their features in different orders.
 
     Scores multiply each feature of q with the same feature of k, and o reads the features that v wrote. So any order is
@@ -82,17 +83,19 @@ def odd_heads(
                 if first.size is not None:
                     sizes.setdefault(first.size, one)
                 continue
-            problems.append(
+            text = (
                 f"{second.pair.target} is {second.pair.baseline} {second.words}, and {first.pair.target} is "
                 f"{first.pair.baseline} {first.words}: one attention has heads of one size, in one order"
             )
+            problems.append(Contradiction(second.pair.target, text))
         # Smaller heads in the order of v and o change nothing.
         if len(sizes) > 1 and max(sizes) % min(sizes):
             (size, one), (other_size, other) = sizes.items()
-            problems.append(
+            text = (
                 f"{roles[other].pair.target} is reordered in heads of {other_size} rows, and {roles[one].pair.target} "
                 f"in heads of {size}: one attention has heads of one size"
             )
+            problems.append(Contradiction(roles[other].pair.target, text))
     return problems
 
 

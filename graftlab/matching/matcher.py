@@ -18,6 +18,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import (
     fills,
+    first_taps,
     in_groups,
     in_part,
     odd_layouts,
@@ -127,21 +128,23 @@ class Matcher:
     def _problems(self, pairs: Sequence[Pair]) -> Iterable[str]:
         """The contradictions, each with the first later tap that does not match."""
         sure = [pair for pair in pairs if pair.by_value]
+        matching = {pair.target for pair in sure}
         roles = other_roles(sure)
-        names = {name for name, _ in roles}
-        odd = odd_layouts(sure, [tap.name for tap in self.left("baseline")])
-        problems = [text for _, text in roles] + [text for text in odd if text.partition(" ")[0] not in names]
-        problems += other_parts(sure)
-        problems += in_groups(sure, {tap.name for tap in self.target.values()} - {pair.target for pair in sure})
+        names = {each.tap for each in roles}
         # A fused tap has several parts; a single one, such as the last token, is seldom a mistake.
         known = Counter(pair.target for pair in sure)
         partly = in_part(sure, {name: tap.shape for name, tap in self.target.items()})
-        problems += [text for name, text in partly if known[name] > 1 or fused_roles(name)]
-        matching = {pair.target for pair in sure}
-        for text in dict.fromkeys(problems):
-            tap = self.target.get(text.partition(" ")[0])
-            after = [other for other in self.target.values() if tap is not None and other.order > tap.order]
-            parted = next((other.name for other in after if other.name not in matching), None)
+        found = [
+            *roles,
+            *(each for each in odd_layouts(sure, [tap.name for tap in self.left("baseline")]) if each.tap not in names),
+            *other_parts(sure),
+            *in_groups(sure, self.target.keys() - matching),
+            *(each for each in partly if known[each.tap] > 1 or fused_roles(each.tap)),
+        ]
+        for text, tap in first_taps(found).items():
+            place = self.target[tap].order
+            after = (other.name for other in self.target.values() if other.order > place)
+            parted = next((name for name in after if name not in matching), None)
             yield f"{text}; the first tap after it that does not match is {parted}" if parted else text
 
     def unmatched(self) -> tuple[dict[str, str], dict[str, str]]:

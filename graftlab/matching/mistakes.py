@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
-from graftlab.matching.contradictions import odd_layouts, other_roles, uncovered
+from graftlab.matching.contradictions import Contradiction, first_taps, odd_layouts, other_roles, uncovered
 from graftlab.matching.heads import odd_heads
 from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
 from graftlab.matching.pair import Pair
@@ -27,31 +27,30 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     """A sentence for each mistake, in the order of the target's parameters."""
     sure = [pair for pair in pairs if pair.by_value]
     wrong = misplaced(sure, baseline)
-    problems = [text for _, text in wrong]
-    names = {name for name, _ in wrong}
+    names = {each.tap for each in wrong}
+    problems = wrong
     problems += _odd_transpositions(sure, baseline)
     problems += _odd_biases(sure)
     problems += odd_heads(sure, baseline, target, names)
-    problems += [text for text in _held_twice(sure, baseline) if text.partition(" ")[0] not in names]
+    problems += [each for each in _held_twice(sure, baseline) if each.tap not in names]
     for pair in pairs:
-        problems += _changed_values(pair, baseline, target)
+        problems += [Contradiction(pair.target, text) for text in _changed_values(pair, baseline, target)]
     problems += _not_covered(sure, target)
     paired = {pair.target for pair in pairs}
     for name, tap in target.items():
         if name not in paired:
-            problems.append(_without_partner(name, tap, baseline))
+            problems.append(Contradiction(name, _without_partner(name, tap, baseline)))
     order = {name: place for place, name in enumerate(target)}
-    return sorted(dict.fromkeys(problems), key=lambda text: order.get(text.partition(" ")[0], len(order)))
+    taps = first_taps(problems)
+    return sorted(taps, key=lambda text: order[taps[text]])
 
 
-def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[tuple[str, str]]:
-    """Target parameters with the values of another role, kind or layer, or in an unusual layout; and sentences."""
+def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[Contradiction]:
+    """Target parameters with the values of another role, kind or layer, or in an unusual layout."""
     problems = [*other_roles(pairs), *_other_kinds(pairs)]
-    names = {name for name, _ in problems}
-    problems += [(text.partition(" ")[0], text) for text in _other_layers(pairs, names)]
-    names |= {name for name, _ in problems}
-    odd = [(text.partition(" ")[0], text) for text in odd_layouts(pairs, [*baseline])]
-    return [*problems, *(each for each in odd if each[0] not in names)]
+    problems += _other_layers(pairs, {each.tap for each in problems})
+    names = {each.tap for each in problems}
+    return [*problems, *(each for each in odd_layouts(pairs, [*baseline]) if each.tap not in names)]
 
 
 def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
@@ -94,18 +93,18 @@ def _in_groups(pairs: Sequence[Pair]) -> dict[tuple[str, int], list[str]]:
 # ---- names, layers and layouts ---------------------------------------------------------------------------------------
 
 
-def _other_kinds(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+def _other_kinds(pairs: Sequence[Pair]) -> list[Contradiction]:
     """Parameters whose values have a different role, such as a weight with the values of a bias."""
     problems = []
     for pair in pairs:
         mine, theirs = last_role(pair.baseline), last_role(pair.target)
         if mine and theirs and mine != theirs:
             text = f"{pair.target} is {theirs} by its name but has the values of {pair.baseline}, which is {mine}"
-            problems.append((pair.target, text))
+            problems.append(Contradiction(pair.target, text))
     return problems
 
 
-def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
+def _other_layers(pairs: Sequence[Pair], misplaced: Collection[str]) -> list[Contradiction]:
     """Layers that are not in the baseline's order, or occur twice; any may be left out."""
     groups: dict[tuple[str, str, str], list[tuple[int, int, Pair]]] = defaultdict(list)
     for pair in pairs:
@@ -130,16 +129,15 @@ def _other_layers(pairs: Sequence[Pair], misplaced: set[str]) -> list[str]:
         for theirs, mine, pair in group:
             text = f"{pair.target} has the values of {pair.baseline}, which is in layer {mine}"
             if count < 2:
-                problems.append(f"{text}; the layers are in a different order than the baseline's")
+                problems.append(
+                    Contradiction(pair.target, f"{text}; the layers are in a different order than the baseline's")
+                )
             elif mine - theirs != usual:
-                problems.append(f"{text}; it should be layer {theirs + usual}, {where}")
-            else:
-                continue
-            misplaced.add(pair.target)
+                problems.append(Contradiction(pair.target, f"{text}; it should be layer {theirs + usual}, {where}"))
     return problems
 
 
-def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
     """Baseline parameters that two target parameters hold, while the target lacks one of the same shape."""
     holders: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -154,13 +152,12 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         for other in unused:
             own = max(twice, key=lambda pair: similarity(pair.target, other) - similarity(pair.target, name))
             also = next(pair.target for pair in twice if pair is not own)
-            problems.append(
-                f"{own.target} has the values of {name}, as {also} does; the target lacks the baseline's {other}"
-            )
+            text = f"{own.target} has the values of {name}, as {also} does; the target lacks the baseline's {other}"
+            problems.append(Contradiction(own.target, text))
     return problems
 
 
-def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
+def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
     """Square matrices fit either way, so the orientation of the other matrices shows the intended one."""
     # The orientation of a module's weight proves nothing about a parameter that the model's code multiplies itself.
     ways: dict[tuple[str, bool], list[Pair]] = defaultdict(list)
@@ -183,14 +180,15 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[str]:
         others = ways[last, not transposed]
         if not ways[last, transposed] and len(others) >= 2:
             how, they = ("transposed", "are not") if transposed else ("not transposed", "are")
-            problems.append(
+            text = (
                 f"{pair.target} is {pair.baseline} {how}, and all {len(others)} matrices that are not "
                 f"square {they}: being square, it fits either way"
             )
+            problems.append(Contradiction(pair.target, text))
     return problems
 
 
-def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
+def _odd_biases(pairs: Sequence[Pair]) -> list[Contradiction]:
     """Weights and their biases that are split, or fused, in different ways."""
     modules: dict[tuple[str, str], dict[str, Pair]] = defaultdict(dict)
     for pair in pairs:
@@ -206,10 +204,11 @@ def _odd_biases(pairs: Sequence[Pair]) -> list[str]:
         own = [step.text for step in bias.layout.steps if isinstance(step, Part)]
         mixed = [step for step in (*weight.layout.steps, *bias.layout.steps) if not isinstance(step, Part)]
         if rows != own and not [step for step in mixed if step.text != TRANSPOSED] and not _columns(weight.layout):
-            problems.append(
+            text = (
                 f"{bias.target} has {bias.baseline} in the layout {bias.layout.text!r}, and its weight is in the "
                 f"layout {weight.layout.text!r}"
             )
+            problems.append(Contradiction(bias.target, text))
     return problems
 
 
@@ -283,7 +282,7 @@ def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
     return f" in {count} of {differs.numel()} elements: {span}"
 
 
-def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
+def _not_covered(pairs: Sequence[Pair], target: Items) -> list[Contradiction]:
     """Fused parameters of the target with a part that has no partner."""
     wholes: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -294,7 +293,8 @@ def _not_covered(pairs: Sequence[Pair], target: Items) -> list[str]:
         rest = _rest(name, parts, target)
         if rest:
             names = ", ".join(pair.baseline for pair in parts)
-            problems.append(f"{name} contains {names}; the baseline has no values for {rest} of it")
+            text = f"{name} contains {names}; the baseline has no values for {rest} of it"
+            problems.append(Contradiction(name, text))
     return problems
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from graftlab.base.tags import name_with
 from graftlab.base.tap_groups import is_data
 from graftlab.layouts import Layout, Part, Rearrange, Step
-from graftlab.matching.contradictions import uncovered
+from graftlab.matching.contradictions import first_taps, uncovered
 from graftlab.matching.matcher import Matcher
 from graftlab.matching.mistakes import TRANSPOSED, misplaced
 from graftlab.matching.names import last_role, module_of
@@ -125,7 +125,7 @@ def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
     Returns a sentence on each such weight, and the names of those that now have the right partner.
     """
     wrong = misplaced([pair for pair in matcher.pairs if pair.by_value], matcher.baseline)
-    names = {name for name, _ in wrong}
+    names = {each.tap for each in wrong}
     if not names:
         return [], set()
     moved: set[str] = set()
@@ -147,7 +147,7 @@ def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
             kept = [pair for pair in matcher.pairs if pair.target != name or _follows(rules, pair)]
             matcher.replace_pairs([*kept, matcher.by_rule(rule.example, rule.seen, other, matcher.target[name])])
             moved.add(name)
-    return list(dict.fromkeys(text for _, text in wrong)), moved
+    return [*first_taps(wrong)], moved
 
 
 def _correct_modules(proposal: Proposal, modules: Collection[str]) -> Proposal:

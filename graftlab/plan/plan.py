@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from graftlab.base.html import bundle, cell, marked_up, rest_of, table
@@ -309,6 +310,10 @@ class GraftPlan:
             paired = f"{paired} ({side} only)"
         mine, others = (name, theirs) if side == "baseline" else (theirs, name)
         return [Pairing(paired, mine, others, key=paired, alone=alone)]
+
+    def paired_names(self, side: Side, name: str, given: Mapping[str, object] = MappingProxyType({})) -> list[str]:
+        """Return the names of the tap's pairs, which are its names in filters; see :meth:`pairings`."""
+        return [pairing.name for pairing in self.pairings(side, name, given)]
 
     def paired_tags(self, tags: Mapping[str, object]) -> list[dict[str, object]]:
         """Return a tap's tags as filters see them, once per pair; ``tags`` contains its own ``name`` and ``side``."""

@@ -67,7 +67,7 @@ def runs_without_gradients(callee: Callee, args: tuple[Any, ...], kwargs: dict[s
     return True
 
 
-def what_is_compiled(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def why_not_compiled_whole(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Compile and call once; return None if torch can compile the call as a whole.
 
     Otherwise return torch's reason, if the modules that it calls can be compiled instead. Raises :class:`GraphError` if

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,7 @@ def graft_record(
     """
     taps, results = _read(folder)
 
-    def names(name: str) -> list[str]:
-        return [pairing.name for pairing in plan.pairings("baseline", name, {})]
+    names = partial(plan.paired_names, "baseline")
 
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in names(name) if paired in dtypes), "")

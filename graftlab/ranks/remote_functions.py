@@ -66,7 +66,7 @@ def graft_baseline_into_itself(
     return graft_self(
         bind_callee(baseline, args, kwargs),
         dtypes,
-        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
+        paired_names=partial(plan.paired_names, "baseline"),
         budget=budget,
         exact=None if exact is None else bind_callee(exact, args, kwargs),
         keep=keep,
@@ -116,7 +116,7 @@ def find_without_dependents(
         bind_callee(callee, args, kwargs),
         groups,
         budget=budget,
-        paired_names=lambda name: [pairing.name for pairing in plan.pairings("baseline", name, {})],
+        paired_names=partial(plan.paired_names, "baseline"),
     )
 
 

@@ -54,8 +54,8 @@ class Header(NamedTuple):
 
 def header_line(first: int = 0) -> bytes:
     """The first line of a log, without its newline. It ends with the checksum of what it says."""
-    said = json.dumps({"columns": COLUMNS, "version": VERSION, "first": first}).encode()[:-1]
-    return b"%s%s%d}" % (said, _SUM_KEY, crc32(said))
+    content = json.dumps({"columns": COLUMNS, "version": VERSION, "first": first}).encode()[:-1]
+    return b"%s%s%d}" % (content, _SUM_KEY, crc32(content))
 
 
 def read_header(line: bytes, path: Path) -> Header:
@@ -67,9 +67,9 @@ def read_header(line: bytes, path: Path) -> Header:
         raise SessionError(f"{path}, line 1: this does not name the columns of rows; it is not a log of rows") from None
     if version is None and first:
         raise old_format(path)
-    said, key, checksum = line.rpartition(_SUM_KEY)
+    content, key, checksum = line.rpartition(_SUM_KEY)
     # First, because a version that a flipped bit made is none.
-    if (key or version == VERSION) and checksum != b"%d}" % crc32(said):
+    if (key or version == VERSION) and checksum != b"%d}" % crc32(content):
         raise SessionError(f"{path}, line 1: this does not match its checksum; the file was damaged")
     if version not in (None, VERSION):
         raise SessionError(

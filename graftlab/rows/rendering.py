@@ -25,7 +25,7 @@ _NEEDED = frozenset({"order", "name", "tags", "rel_l2", "status", "side", "rank"
 _LOW, _HIGH = -12.0, 0.0
 _WORDS = 80
 # What a person says for a column; the name that code takes stands below it.
-_SAID = {"rel_l2": "relative difference", "max_abs": "largest difference"}
+_DIFFERENCES = {"rel_l2": "relative difference", "max_abs": "largest difference"}
 _COUNTS = frozenset(column.name for column in TABLE if column.storage == "integer")
 # In larger frames constant columns are not searched for.
 _FOLDED_ROWS = 50_000
@@ -101,7 +101,7 @@ def _html(frame: pd.DataFrame) -> str:
 def _title(name: str) -> str:
     """The title of a column, as markup."""
     own = html.escape(str(name))
-    return f"{_SAID[name]}<br><small>{own}</small>" if name in _SAID else own
+    return f"{_DIFFERENCES[name]}<br><small>{own}</small>" if name in _DIFFERENCES else own
 
 
 def _badness(frame: pd.DataFrame) -> np.ndarray[Any, Any]:

@@ -81,7 +81,7 @@ _has_steps = False
 _around: tuple[tuple[str, ...], ...] = ()
 # Set while the taps of a compilation are given, whatever the plan.
 _is_given = False
-_said: set[str] = set()
+_warned_of: set[str] = set()
 
 # A model's own call may be what imports this module, in inference mode or with another default device.
 with torch.inference_mode(False):
@@ -444,14 +444,14 @@ def _number_or_text(value: str) -> Any:
 
 
 def _say_once() -> None:
-    if "compiled" not in _said:
-        _said.add("compiled")
+    if "compiled" not in _warned_of:
+        _warned_of.add("compiled")
         logger.info("a compiled graph here contains taps; code compiled before the session is compiled again, once")
 
 
 def _warn_once(what: str) -> None:
-    if what not in _said:
-        _said.add(what)
+    if what not in _warned_of:
+        _warned_of.add(what)
         warn(what)
 
 

@@ -179,7 +179,7 @@ def _relaid(
         rows_unmatched=unmatched,
         measured=measured,
         layout=text,
-        note=_said(relaid.disagreements),
+        note=_note_on(relaid.disagreements),
         caveat="; ".join(relaid.caveats) or None,
     )
 
@@ -199,7 +199,7 @@ def _text(theirs: Layout, mine: Layout, is_inferred: bool) -> str | None:
     return None if left == right == "same" else left if left == right else f"{left} => {right}"
 
 
-def _said(found: Sequence[Disagreement]) -> str | None:
+def _note_on(found: Sequence[Disagreement]) -> str | None:
     return "; ".join(map(str, found)) or None
 
 
@@ -319,7 +319,7 @@ def _inferred(
         replace(given, received_list=[whole], received_extras_list=[None], senders=[0], send_world_size=1)
     )
     text = f"{theirs if into is None else _after(theirs, into)} => {INFERRED}"
-    return replace(found, known=known, layout=text, note=_said(joined.disagreements))
+    return replace(found, known=known, layout=text, note=_note_on(joined.disagreements))
 
 
 def _by_names(

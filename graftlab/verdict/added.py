@@ -239,12 +239,12 @@ def one_sided_filter(rows: pd.DataFrame) -> str | None:
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:
     """Sentences on what these rows did not measure: one for each status, with the taps' names."""
-    said = []
+    sentences = []
     repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
     repeated = repeated[repeated["status"].isin(("missing", "unmatched", "recomputed"))]
     frame = frame.drop(repeated.index)
     if len(repeated):
-        said.append(
+        sentences.append(
             f"the recomputation of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which "
             "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
             "its forward pass."
@@ -255,20 +255,20 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     ):
         rows = frame[frame["status"] == status]
         if len(rows):
-            said.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
+            sentences.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
     for status, side in itertools.product(("missing", "unmatched"), ("target", "baseline")):
         rows = frame[(frame["status"] == status) & (frame["side"] == side)]
         gradients = rows[[kind_of(tags) == "grad" for tags in rows["tags"]]]
         if len(gradients):
-            said.append(_one_sided_gradients(gradients, side))
+            sentences.append(_one_sided_gradients(gradients, side))
         others = rows.drop(gradients.index)
         if len(others):
             only = _be(others, f"is on the {side} only")
-            said.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
+            sentences.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
     measured = frame[frame["status"].isin(MEASURED)]
     empty = measured[measured["rel_l2"].isna()]
     if len(empty):
-        said.append(f"{_taps(empty['name'])} {_be(empty, 'has')} no pair of finite numbers.")
+        sentences.append(f"{_taps(empty['name'])} {_be(empty, 'has')} no pair of finite numbers.")
     both = measured[
         (measured["nonfinite_baseline"].fillna(0) > 0)
         & (measured["nonfinite_differ"].fillna(0) == 0)
@@ -277,22 +277,24 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     if len(both):
         left_out = "these were" if both["name"].nunique() > 1 else "it was"
         where = f"{_be(both, 'is')} not finite in the same places on both sides"
-        said.append(f"{_taps(both['name'])} {where}; {left_out} left out.")
+        sentences.append(f"{_taps(both['name'])} {where}; {left_out} left out.")
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
-        said.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
+        sentences.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
     noted = measured[
         measured["note"].notna() & measured["note"].astype(str).str.contains("did not|takes no part|ended")
     ]
     if len(noted):
-        said.append(f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}.")
+        sentences.append(
+            f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}."
+        )
     unlike = measured[measured["note"].notna() & measured["note"].astype(str).str.contains("are not replicas")]
     if len(unlike):
-        said.append(
+        sentences.append(
             f"{_taps(unlike['name'])} {_be(unlike, 'was')} compared with one of several ranks that differ: "
             f"{unlike['note'].iloc[0]}."
         )
-    return said
+    return sentences
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:

@@ -38,20 +38,20 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
             both[place] += 1
             own = ", ".join(f"{name}={value}" for name, value in display_tags(row["tags"]).items())
             shown[place] = row["name"], f" ({own})" if own else ""
-    said: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for (*key, side), more in alone.items():
         place = tuple(key)
-        if both[place] and shown[place][0] not in said:
+        if both[place] and shown[place][0] not in sentences:
             name, own = shown[place]
             other = "baseline" if side == "target" else "target"
             often, seldom = counted(both[place] + more, "time"), counted(both[place], "time")
-            said[name] = (
+            sentences[name] = (
                 f"The {side} reaches {name}{own} {often} and the {other} {seldom}. Calls are paired in order, so "
                 f"after the first call that only one side makes, {name} is compared with and grafted from the wrong "
                 "call, and the findings below may be consequences. Distinguish the calls with gl.tags, or leave the "
                 "extra call untapped."
             )
-    return list(said.values())
+    return list(sentences.values())
 
 
 def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -63,7 +63,7 @@ def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> d
     # A verdict counts steps from its run's first.
     first = rows.loc[rows["status"].isin(MEASURED), "step"].min()
     every = [{**row, "step": row["step"] - first} for row in records(rows)]
-    said: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for group, tap in worst.items():
         own = sorted((row for row in every if row["step"] == tap["step"]), key=lambda row: int(row["order"]))
         paired = [row for row in own if row["status"] not in _ALONE and row["rank"] == tap["rank"]]
@@ -79,10 +79,10 @@ def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> d
             if names := list(dict.fromkeys(group_of(row["name"]) for row in before if kind_of(row["tags"]) is None)):
                 shown.append(f"the {side} alone has {first_of(names)}")
         if shown:
-            said[group] = (
+            sentences[group] = (
                 f"Before {group} {' and '.join(shown)}, which {'was' if len(shown) == 1 else 'were'} not compared."
             )
-    return said
+    return sentences
 
 
 def _before(

@@ -78,7 +78,7 @@ def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, 
     differs = off > off.max() * 1e-4
     # Where both are zero they agree whatever is wrong.
     known = (x != 0) | (y != 0)
-    said, places = [], {}
+    confined, places = [], {}
     for dim, extent in enumerate(x.shape):
         others = [d for d in range(x.dim()) if d != dim]
         chosen, shown = (_any(mask, others).nonzero().flatten() for mask in (differs, known))
@@ -86,9 +86,9 @@ def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, 
             continue
         text = next((text for pattern in patterns if (text := pattern(chosen, extent, dim, dim == x.dim() - 1))), None)
         if text:
-            said.append(text)
+            confined.append(text)
             places[dim] = chosen
-    return " and ".join(said), places
+    return " and ".join(confined), places
 
 
 Pattern = Callable[[Tensor, int, int, bool], str | None]

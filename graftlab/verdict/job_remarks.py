@@ -121,7 +121,7 @@ def _given_to_both(
         unseen.append(_NO_WEIGHTS.format("jobs") + f"{told}.")
     elif weights_grafted is not None:
         last.append("From now on the target has the baseline's weights (graft_weights=True).")
-    elif any(said.startswith("The weights already differ") for said in differing_data(compared, threshold)):
+    elif any(each.startswith("The weights already differ") for each in differing_data(compared, threshold)):
         of_named.append(
             f"Weights were not grafted, so differing weights may explain what is named. {graft_them} first gives the "
             "target the baseline's weights, permanently."
@@ -133,18 +133,18 @@ def _given_to_both(
 
 def data_of_jobs(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> list[str]:
     """Like :func:`.differing_data`, where the inputs of either run may differ between the sides."""
-    said = differing_data(compared, threshold)
-    if not any(sentence.startswith("The inputs") for sentence in said):
-        said += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
-    return said
+    sentences = differing_data(compared, threshold)
+    if not any(sentence.startswith("The inputs") for sentence in sentences):
+        sentences += [sentence for sentence in differing_data(grafted, threshold) if sentence.startswith("The inputs")]
+    return sentences
 
 
-def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks, threshold: float) -> list[str]:
+def more_in_other_steps(others: pd.DataFrame, known: set[str], job_remarks: JobRemarks, threshold: float) -> list[str]:
     """A sentence on groups, not ``known``, that add more than the threshold in other steps with every tap grafted."""
     measured = others[others["status"].isin(MEASURED)]
-    if not len(measured) or said.constant is None:
+    if not len(measured) or job_remarks.constant is None:
         return []
-    floor = Floor(said.constant, said.constant * 3)
+    floor = Floor(job_remarks.constant, job_remarks.constant * 3)
     # A long run has many rows, and few of them differ.
     differing = measured[(measured["nonfinite_differ"] > 0) | (measured["rel_l2"] > 0)]
     steps: dict[str, set[int]] = {}
@@ -159,7 +159,8 @@ def more_in_other_steps(others: pd.DataFrame, known: set[str], said: JobRemarks,
     where += f" and {len(every) - _MOST_STEPS} more" if len(every) > _MOST_STEPS else ""
     return [
         f"Other steps show more: in {where}, where every tap was grafted too, {first_of([*map(described, steps)])} "
-        f"added more than {threshold:g} x the {said.floor}floor. verdict(step={every[-1]}) judges the last of them."
+        f"added more than {threshold:g} x the {job_remarks.floor}floor. "
+        f"verdict(step={every[-1]}) judges the last of them."
     ]
 
 

@@ -127,20 +127,20 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
-    said = "  (the ranks' results sum to the baseline's, but no sum over the ranks follows)" if line.lacks_sum else ""
+    notes = "  (the ranks' results sum to the baseline's, but no sum over the ranks follows)" if line.lacks_sum else ""
     if line.is_only_here:
-        said += f"  ({only_here_in_words(line)})"
+        notes += f"  ({only_here_in_words(line)})"
     if line.state:
-        said += f"  (reads {state_in_words(line)})"
-    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{said}"
+        notes += f"  (reads {state_in_words(line)})"
+    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{notes}"
 
 
 def state_in_words(line: DifferingLine) -> str:
     """Tensors that outlive a call, which a line reads and the other side does not, with their writers, in words."""
     other = "target" if line.side == "baseline" else "baseline"
     last = dict.fromkeys(filter(None, line.written))
-    said = f"{', '.join(line.state)}, whose values the {other} does not read"
-    return said + (f"; last written {'; '.join(last)}" if last else "")
+    read = f"{', '.join(line.state)}, whose values the {other} does not read"
+    return read + (f"; last written {'; '.join(last)}" if last else "")
 
 
 def only_here_in_words(line: DifferingLine) -> str:

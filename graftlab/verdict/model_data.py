@@ -145,14 +145,14 @@ def differing_data(
     Inputs of later steps may be computed, such as a decode's tokens. They count only if they also differ in
     ``grafted``, the rows of a run in which every tap had the baseline's values.
     """
-    said = list(settings.lacking)
+    sentences = list(settings.lacking)
     for kind, groups in _differing(compared, threshold, grafted).items():
         # Settings that differ only because one side lacks weights are reported by that.
         shown = {group: rows for group, rows in groups.items() if settings.values.get(group) != ""}
         if shown:
             ending = of_weights if kind == "param" else BELOW
-            said.append(f"{BEGINNINGS[kind]}: {_listed(shown, settings.values)}. {ending}")
-    return said
+            sentences.append(f"{BEGINNINGS[kind]}: {_listed(shown, settings.values)}. {ending}")
+    return sentences
 
 
 def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str]:

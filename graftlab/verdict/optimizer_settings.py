@@ -68,8 +68,8 @@ def settings_difference(compared: pd.DataFrame, pair_of: PairOf) -> SettingsDiff
                     f"The {side}'s optimizer does not have {len(absent)} of {len(weights)} weights: "
                     f"{first_of(absent, _MOST_NAMES)}."
                 ] = None
-        said = _in_words(baseline, target, weights)
-        values[name] = f"{said}, from step {step} on" if said and step else said
+        words = _in_words(baseline, target, weights)
+        values[name] = f"{words}, from step {step} on" if words and step else words
     return SettingsDifference(tuple(lacking), values)
 
 
@@ -92,12 +92,12 @@ def _in_words(baseline: Sequence[float], target: Sequence[float], weights: Seque
     for name, ours, theirs in zip(weights, baseline, target, strict=True):
         if ours == ours and theirs == theirs and ours != theirs:
             by_values.setdefault((ours, theirs), []).append(name)
-    said = []
+    words = []
     for (ours, theirs), names in list(by_values.items())[:_MOST_VALUES]:
         if len(names) == len(weights):
             of = f"all {len(weights)} weights" if len(weights) > 1 else weights[0]
         else:
             of = f"{len(names)} of {len(weights)} weights: {first_of(names, _MOST_NAMES)}"
-        said.append(f"{ours:.7g} on the baseline, {theirs:.7g} on the target for {of}")
-    left = len(by_values) - len(said)
-    return "; ".join([*said, *([f"{left} more pairs of values"] if left else [])])
+        words.append(f"{ours:.7g} on the baseline, {theirs:.7g} on the target for {of}")
+    left = len(by_values) - len(words)
+    return "; ".join([*words, *([f"{left} more pairs of values"] if left else [])])

@@ -63,7 +63,7 @@ def with_present_partners(
 
     ``planned`` are all pairs of the plan, ``present`` those that match by value now.
     """
-    other_before, other_now = ({name for name, _ in other_roles(pairs)} for pairs in (planned, present))
+    other_before, other_now = ({each.tap for each in other_roles(pairs)} for pairs in (planned, present))
     found = []
     for pair in outdated:
         now = [each for each in present if each.target == pair.target.removesuffix("#0")]

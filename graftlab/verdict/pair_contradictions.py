@@ -17,7 +17,7 @@ from graftlab.matching.pair import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
 
-_MOST_SAID = 4
+_MOST_SHOWN = 4
 
 
 def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
@@ -34,13 +34,16 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
             rearranged.setdefault(pair.layout.text, {})[pair.target] = pair.baseline
     alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
     roles = other_roles(pairs)
-    names = {name for name, _ in roles}
-    said = list(dict.fromkeys(text for _, text in roles))
-    said += [text for text in odd_layouts(pairs, alone) if text.partition(" ")[0] not in names]
-    said += other_parts(pairs)
+    names = {each.tap for each in roles}
     by_rule = rows.loc[rows["matched_by"] == "rule", "target_name"] if len(rows) else ()
-    said += in_groups(pairs, {name for name in by_rule if name is not None})
-    said += [
+    found = [
+        *roles,
+        *(each for each in odd_layouts(pairs, alone) if each.tap not in names),
+        *other_parts(pairs),
+        *in_groups(pairs, {name for name in by_rule if name is not None}),
+    ]
+    contradictions = list(dict.fromkeys(each.text for each in found))
+    contradictions += [
         f"{own} is compared in the layout {text!r}, though both shapes are equal and no other tap needs one"
         for text, taps in rearranged.items()
         for own in list(taps)[:1]
@@ -48,21 +51,22 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         # count once.
         if len(set(taps.values())) == 1 and own not in names
     ]
-    if not said:
+    if not contradictions:
         return []
-    left = len(said) - _MOST_SAID
+    left = len(contradictions) - _MOST_SHOWN
     more = f"; and {left} more" if left > 0 else ""
     return [
-        f"The plan's pairs contradict their names or each other: {'; '.join(said[:_MOST_SAID])}{more}. They are "
-        "compared as the plan says. If the target mixes them up, the code that reads them is named below instead."
+        f"The plan's pairs contradict their names or each other: {'; '.join(contradictions[:_MOST_SHOWN])}{more}. "
+        "They are compared as the plan says. If the target mixes them up, the code that reads them is named below "
+        "instead."
     ]
 
 
 def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     """Sentences on the target's taps that the plan pairs, and so compares, only in part; one for all layers."""
     groups: dict[str, list[str]] = {}
-    for name, text in in_part(pairs_of(rows, plan), _shapes(rows)):
-        groups.setdefault(layers_of(name), []).append(text)
+    for each in in_part(pairs_of(rows, plan), _shapes(rows)):
+        groups.setdefault(layers_of(each.tap), []).append(each.text)
     return [
         texts[0] + (f", and so in {counted(len(texts) - 1, 'other layer')}" if len(texts) > 1 else "") + "."
         for texts in groups.values()

@@ -168,7 +168,7 @@ def _relate(
     shown: Mapping[int, TapSketch], declared: Callable[[str], Replicas | None], ways: Sequence[Replicas]
 ) -> TapAcrossRanks:
     first = shown[0]
-    layout = declared(first.name) or _said(shown)
+    layout = declared(first.name) or _declared_by_values(shown)
     if layout is not None:
         return _compared(shown, layout)
     every = [_compared(shown, way) for way in ways]
@@ -182,13 +182,13 @@ def _relate(
     return replace(every[0], relation="own data", apart=0.0, ranks=())
 
 
-def _said(shown: Mapping[int, TapSketch]) -> Replicas | None:
+def _declared_by_values(shown: Mapping[int, TapSketch]) -> Replicas | None:
     """The tap's declared layout on all ranks, which may be on several meshes, such as data parallel groups."""
-    said = [each.declared for each in shown.values() if each.declared is not None]
-    if not said:
+    declared = [each.declared for each in shown.values() if each.declared is not None]
+    if not declared:
         return None
-    groups = dict.fromkeys(group for each in said for group in each.groups)
-    return Replicas(said[0].layout, tuple(groups))
+    groups = dict.fromkeys(group for each in declared for group in each.groups)
+    return Replicas(declared[0].layout, tuple(groups))
 
 
 def _compared(shown: Mapping[int, TapSketch], layout: Replicas) -> TapAcrossRanks:

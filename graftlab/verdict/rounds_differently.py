@@ -61,15 +61,15 @@ class RoundingGroups:
             )
         else:
             why = f"In float32 the sides agree, so only the rounding differs: {how}."
-        said = [f"{found} {why}"]
+        sentences = [f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"
             # The last tap of a model that is watched as a whole has this name.
             output = "the output" if self.output == "output" else f"the output {self.output}"
-            said.append(
+            sentences.append(
                 f"With the baseline's {shown} {output} is {now}; with the target's it is off by {self.total:.2g}."
             )
-        return said
+        return sentences
 
 
 def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGroups:

@@ -44,10 +44,10 @@ def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
         f"reads {state_in_words(line)}" if line.state else "",
         "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",
     ]
-    said = html.escape("; ".join(note for note in notes if note))
+    note = html.escape("; ".join(filter(None, notes)))
     shown = "\n".join(_numbered(number, text, number == line.line) for number, text in _source_around(line))
     return (
-        f'<div class="graftlab-line"><b>{line.side}</b> {place}{f" ({said})" if said else ""}'
+        f'<div class="graftlab-line"><b>{line.side}</b> {place}{f" ({note})" if note else ""}'
         f'<pre style="{_PRE}" title="{html.escape(line.file, quote=True)}">{shown}</pre>'
         f'<div style="font-size:12px;overflow-wrap:anywhere">{html.escape(line.operation)}</div></div>'
     )

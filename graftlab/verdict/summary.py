@@ -39,38 +39,38 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
     Values above ``noise_floor`` diverge. Without one, rounding of the coarsest dtype is assumed and reported.
     """
     facts = Facts(frame)
-    said = []
+    parts = []
     failed = facts.kind == FAILED
     if failed.any():
         first = facts.row(_first(failed))
         why = str(first.get("error") or "no reason is known").strip().partition("\n")[0]
-        said.append(f"the transform failed in {_rows(failed)}, first at {_place(first)}: {why}")
+        parts.append(f"the transform failed in {_rows(failed)}, first at {_place(first)}: {why}")
     measured = facts.kind <= GRAFTED
     grafted = facts.kind == GRAFTED
     differs = measured & (facts.differ > 0)
     floor = floor_in_words(facts.dtypes, noise_floor)
     at = first_divergent_of(facts, floor[0])
     if measured.any():
-        said.append(_first_sentence(facts, at, floor))
+        parts.append(_first_sentence(facts, at, floor))
     differing = differs & ~grafted
     if differing.any() and not (at is not None and differs[at]):
         row = facts.row(_first(differing))
-        said.append(f"non-finite values differ in {_rows(differing)}, first at {_place(row)}: {_nonfinite(row)}")
+        parts.append(f"non-finite values differ in {_rows(differing)}, first at {_place(row)}: {_nonfinite(row)}")
     known = measured & ~np.isnan(facts.value)
     without = measured & np.isnan(facts.value) & ~differs
     if (known & ~grafted).any():
         if facts.value[known & ~grafted].max() == 0:
             some = differing.any() or without.any()
-            said.append("all finite values are equal" if some else "every compared row is equal")
+            parts.append("all finite values are equal" if some else "every compared row is equal")
         else:
             what = "rel_l2 of finite values" if differing.any() else "rel_l2"
-            said.append(f"largest {what} {_largest(facts, known & ~grafted)}")
+            parts.append(f"largest {what} {_largest(facts, known & ~grafted)}")
     if (known & grafted).any():
-        said.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
+        parts.append(f"grafts replaced differences of up to rel_l2 {_largest(facts, known & grafted)}")
     if without.any():
         row = facts.row(_first(without))
-        said.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")
-    return said
+        parts.append(f"not compared: {_rows(without)} without a finite value on either side, first {_place(row)}")
+    return parts
 
 
 def _largest(facts: Facts, mask: Array) -> str:

@@ -209,8 +209,8 @@ class UnexplainedDifferences:
     def not_compared(self, *, with_lost: bool) -> list[str]:
         """Sentences on returned values that were not compared; ``with_lost`` on those that the target lacks, too."""
         returned = self.returned or ReturnedValues()
-        said = [f"{what}, which the baseline does not repeat." for what in self.values_left]
-        return said + [f"{what}." for what in (*returned.left, *(returned.lost if with_lost else ()))]
+        sentences = [f"{what}, which the baseline does not repeat." for what in self.values_left]
+        return sentences + [f"{what}." for what in (*returned.left, *(returned.lost if with_lost else ()))]
 
     def lost(self) -> list[str]:
         """A sentence if one side returns less: agreement of the rest does not clear the target."""
@@ -266,16 +266,16 @@ class UnexplainedDifferences:
         alone = rows[
             (kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)
         ]
-        said = []
+        sentences = []
         for side, other in (("baseline", "target"), ("target", "baseline")):
             names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
             if names:
                 have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
-                said.append(
+                sentences.append(
                     f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
                     "its graph is cut (detach, no_grad, requires_grad=False)."
                 )
-        return said
+        return sentences
 
     def turned(self) -> list[str]:
         """A sentence if returned whole numbers differ, and rounding alone would change some of them.
@@ -300,9 +300,9 @@ class UnexplainedDifferences:
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
             worst = max(returned, key=_times)
-            said = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
+            sentence = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
         elif output:
-            said = f"The output {output.what} differs {output.size}, and no tapped value explains it."
+            sentence = f"The output {output.what} differs {output.size}, and no tapped value explains it."
         elif spread := [each for each in self.taps if each.is_spread]:
             first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
@@ -311,7 +311,7 @@ class UnexplainedDifferences:
         else:
             return []
         inner = [each for each in self.taps if each is not output]
-        return [said + (f" The first tap that differs is {inner[0].what} {inner[0].size}." if inner else "")]
+        return [sentence + (f" The first tap that differs is {inner[0].what} {inner[0].size}." if inner else "")]
 
     def only_sometimes(self, again: pd.DataFrame, returned: ReturnedValues | None, run: int) -> list[str]:
         """A sentence if another run without grafts, of this number, shows different differences."""

@@ -177,9 +177,9 @@ def text_before_exception(findings: Findings) -> str:
 
 def _data(findings: Findings) -> list[str]:
     """The sentences on data, without weights that the sentences of their own modules state."""
-    said = {weight for group in _computed(findings) for weight in _weights_of(findings, group)}
-    left = [words for weight, words in findings.weights.items() if weight not in said]
-    if not said:
+    stated = {weight for group in _computed(findings) for weight in _weights_of(findings, group)}
+    left = [words for weight, words in findings.weights.items() if weight not in stated]
+    if not stated:
         return [*findings.data]
     weights = [f"{BEGINNINGS['param']}: {first_of(left, 6)}. The code that uses them is judged below."] if left else []
     others = [line for line in findings.data if not line.startswith(BEGINNINGS["param"])]
@@ -530,14 +530,14 @@ def _details(findings: Findings, group: str) -> str:
 
 def _inner(rows: pd.DataFrame, over: pd.DataFrame) -> str | None:
     """The numbered modules of a layer that differ, unless all of them do: ``mlp.2 alone``."""
-    said = []
+    modules = []
     parts = str(rows["group"].iloc[0]).split(".")
     stars = [place for place, part in enumerate(parts) if part == "*"]
     for number, place in enumerate(stars[1:], start=1):
         every, wrong = (sorted({numbers_in(name)[number] for name in each["name"]}) for each in (rows, over))
         if wrong != every:
-            said.append(f"{parts[place - 1]}.{spans(wrong)}")
-    return f"{', '.join(said)} alone" if said else None
+            modules.append(f"{parts[place - 1]}.{spans(wrong)}")
+    return f"{', '.join(modules)} alone" if modules else None
 
 
 def _may_share(findings: Findings, groups: Sequence[str]) -> str | None:

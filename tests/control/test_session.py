@@ -24,22 +24,13 @@ from graftlab.control.run import state_of
 from graftlab.rows.encoding import decode
 from graftlab.rows.log import ROWS_FILE
 
-
-@pytest.fixture(scope="module")
-def one_and_two() -> Iterator[gl.Session]:
-    with gl.launch(1, 2) as session:
-        yield session
+RANKS = 1, 2
 
 
 @pytest.fixture(scope="module")
 def two_and_two() -> Iterator[gl.Session]:
     with gl.launch(2, 2) as session:
         yield session
-
-
-@pytest.fixture
-def session(one_and_two: gl.Session) -> gl.Session:
-    return reset(one_and_two)
 
 
 @pytest.fixture

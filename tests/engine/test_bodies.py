@@ -12,7 +12,7 @@ from kit.examples import examples
 from kit.limits import limited
 
 from graftlab.engine.engine import ByteTokenizer
-from graftlab.engine.handlers import _json_object
+from graftlab.engine.server import _json_object
 from graftlab.errors import RequestError
 from graftlab.requests import RequestDumper, RequestLogging, configure
 from graftlab.requests.served import Request

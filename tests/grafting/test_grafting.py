@@ -19,20 +19,9 @@ from graftlab.grafting import active
 
 
 @pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
 def two_and_one() -> Iterator[gl.Session]:
     with gl.launch(2, 1) as session:
         yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 @pytest.fixture

@@ -11,27 +11,17 @@ from kit.support import reset
 
 import graftlab as gl
 
+RANKS = 1, 2
+
 pytestmark = pytest.mark.ranks
 
 WHOLE = torch.arange(20.0).reshape(5, 4)
 
 
 @pytest.fixture(scope="module")
-def one_and_two() -> Iterator[gl.Session]:
-    with gl.launch(1, 2) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
 def one_and_four() -> Iterator[gl.Session]:
     with gl.launch(1, 4) as session:
         yield session
-
-
-@pytest.fixture
-def session(one_and_two: gl.Session) -> gl.Session:
-    one_and_two.edit(pairs=None)
-    return reset(one_and_two)
 
 
 @pytest.fixture

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import reset
 
 import graftlab as gl
 
 pytestmark = pytest.mark.ranks
 
 THIRD = "part(dim=1, index={}, of=[1, 1, 1])"
-
-
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    one_and_one.edit(pairs=None)
-    return reset(one_and_one)
 
 
 def renamed() -> float:

@@ -24,20 +24,9 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
 def two_and_two() -> Iterator[gl.Session]:
     with gl.launch(2, 2) as session:
         yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    return reset(one_and_one)
 
 
 @pytest.fixture
@@ -197,11 +186,11 @@ def two_orders(draw: st.DrawFn) -> tuple[list, list]:
 
 @given(two_orders())
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_two_orders_pair_by_name_tags_and_occurrence(one_and_one: gl.Session, orders: tuple[list, list]) -> None:
-    reset(one_and_one).edit(b2t="True")
+def test_any_two_orders_pair_by_name_tags_and_occurrence(launched: gl.Session, orders: tuple[list, list]) -> None:
+    reset(launched).edit(b2t="True")
     baseline, target = orders
 
-    run = run_in_order(one_and_one, baseline, target)
+    run = run_in_order(launched, baseline, target)
 
     def addressed(taps: list) -> dict[tuple, int]:
         """Each tap's place among the side's taps, under its step, name, layer and occurrence."""

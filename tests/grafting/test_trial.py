@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,20 @@ from kit.support import own_value, reset, run_cell, wait_for_file, wait_until
 import graftlab as gl
 from graftlab.grafting.trial import PRINTED_LIMIT, Trial
 
+RANKS = 1, 2
+
 pytestmark = pytest.mark.ranks
 
 # Only bounds how long a draft that ought to end at once may take on a busy machine.
 PLENTY = 60.0
 
 
-@pytest.fixture(scope="module")
-def one_and_two() -> Iterator[gl.Session]:
-    with gl.launch(1, 2) as session:
-        yield session
-
-
 @pytest.fixture
-def session(one_and_two: gl.Session) -> gl.Session:
+def session(launched: gl.Session) -> gl.Session:
     """Both target ranks keep a pair of `x`: 10 from the baseline, and their own 20 and 21."""
-    reset(one_and_two).edit(keep="name == 'x'")
-    one_and_two.run(tap_x, tap_x)
-    return one_and_two
+    reset(launched).edit(keep="name == 'x'")
+    launched.run(tap_x, tap_x)
+    return launched
 
 
 def tap_x() -> list[float]:

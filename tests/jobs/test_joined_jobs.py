@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import graftlab as gl
 from graftlab.control.joined_jobs import JoinedJobs
@@ -15,7 +15,7 @@ def joined_under(plan: gl.GraftPlan) -> tuple[JoinedJobs, Plans]:
     plans, nobody = Plans([]), None
     plans.publish(plan)
     anything: Any = nobody
-    return JoinedJobs([], anything, plans, anything, threading.RLock(), anything, anything), plans
+    return JoinedJobs(anything, plans, anything, threading.RLock(), anything, anything), plans
 
 
 def test_the_sessions_plan_supersedes_a_newer_plan_of_a_job() -> None:
@@ -32,7 +32,7 @@ def test_the_plan_of_a_verdict_stays_temporary_if_it_supersedes_that_of_a_job() 
         plans, runs = Plans([]), MagicMock()
         plans.publish(mine)
         anything: Any = None
-        jobs = JoinedJobs([], runs, plans, anything, threading.RLock(), anything, anything)
+        jobs = JoinedJobs(runs, plans, anything, threading.RLock(), anything, anything)
         plans.publish_temporary(mine.edit(b2t="True"))
         comes_back(jobs, gl.GraftPlan(compare="name == 'x'", version=7))
         assert (plans.newest.b2t, plans.newest.version) == ("True", 8)
@@ -46,15 +46,3 @@ def test_jobs_with_the_same_or_an_older_plan_change_nothing() -> None:
     for theirs in (mine, gl.GraftPlan(compare="name == 'x'")):
         jobs.supersede(theirs)
     assert plans.all() == [mine]
-
-
-def test_each_event_of_a_job_reaches_the_runs_or_the_hub() -> None:
-    runs, hub = MagicMock(), MagicMock()
-    jobs = JoinedJobs([], runs, Plans([]), hub, threading.RLock(), MagicMock(), MagicMock())
-    rank: Any = object()
-    jobs.note_return(rank, 3)
-    jobs.note_moved(rank)
-    jobs.remark("a remark")
-    assert runs.mock_calls == [call.note_return(rank, 3), call.note_moved(rank), call.remark("a remark")]
-    jobs.start_reading(rank)
-    assert hub.mock_calls == [call.add(rank)]

@@ -34,6 +34,7 @@ class Runs:
     def __init__(self) -> None:
         self.count = 0
         self.remarks: list[str] = []
+        self.runs = self.plans = self
 
     def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
         info = RunInfo(self.count, 100, (0, 1, 2), generations, 100 if base is None else base)
@@ -42,7 +43,7 @@ class Runs:
 
     def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def send_plan(self, rank: AttachedRankHandle) -> None: ...
+    def send_to(self, rank: AttachedRankHandle) -> None: ...
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,6 @@ from graftlab.taps.compiled_calls import CompiledCall
 pytestmark = pytest.mark.ranks
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
 
 
 def model(x: Tensor) -> Tensor:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
-from kit.support import reset
 from torch import nn
 from torch.nn import functional as F
 
 import graftlab as gl
 
+RANKS = 1, 2
+
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def one_and_two() -> Iterator[gl.Session]:
-    with gl.launch(1, 2) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_two: gl.Session) -> gl.Session:
-    return reset(one_and_two)
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import DEADLINE, reset
+from kit.support import DEADLINE
 from torch import nn
 
 import graftlab as gl
@@ -19,18 +19,9 @@ from graftlab.errors import SessionError
 from graftlab.judging import replica_check
 from graftlab.zoo.scoring import run_specimen
 
+RANKS = 1, 2
+
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def one_and_two() -> Iterator[gl.Session]:
-    with gl.launch(1, 2) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_two: gl.Session) -> gl.Session:
-    return reset(one_and_two)
 
 
 def rank() -> int:

@@ -52,7 +52,7 @@ def run_cell(source: str, **variables: Any) -> dict[str, Any]:
 
 def reset(session: gl.Session) -> gl.Session:
     """Give a shared session the default plan again."""
-    session.edit(b2t=None, t2b=None, compare="True", keep=None, transform=None, rename=None)
+    session.edit(b2t=None, t2b=None, compare="True", keep=None, transform=None, rename=None, pairs=None)
     return session
 
 

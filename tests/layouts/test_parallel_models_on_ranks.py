@@ -5,14 +5,15 @@ Sizes are such that most shards are uneven: 10 rows over 4 ranks, 5 over 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from kit.support import FSDP_ON_CPU, not_on_2_6, reset
+from kit.support import FSDP_ON_CPU, not_on_2_6
 
 import graftlab as gl
+
+RANKS = 1, 4
 
 pytestmark = pytest.mark.ranks
 
@@ -21,17 +22,6 @@ KINDS = (
     "tp",
     pytest.param("fsdp and tp", marks=not_on_2_6(FSDP_ON_CPU)),
 )
-
-
-@pytest.fixture(scope="module")
-def one_and_four() -> Iterator[gl.Session]:
-    with gl.launch(1, 4) as session:
-        yield session
-
-
-@pytest.fixture
-def session(one_and_four: gl.Session) -> gl.Session:
-    return reset(one_and_four)
 
 
 # ---- what the ranks run ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -134,12 +133,6 @@ def run(name: str, path: str) -> torch.Tensor:
     with torch.no_grad(), gl.watch(model):
         result: torch.Tensor = call()
         return result
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.model}-{fault.new[:40]}")

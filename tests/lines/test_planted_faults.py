@@ -7,7 +7,6 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -214,12 +213,6 @@ def run(family: str, path: str, attention: str) -> Any:
     with torch.no_grad(), gl.watch(model):
         found = model(given, **more)
         return found if isinstance(found, torch.Tensor) else found[0]
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.family}-{fault.new[:30]}-{fault.attention}")

@@ -738,7 +738,7 @@ def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() ->
     pairs = [Pair(f"h.{n + 2}.mlp", f"b.{n}.mlp") for n in range(5)]
     pairs += [Pair(f"h.{n}.act", f"b.{m}.act") for n, m in ((2, 0), (4, 1), (3, 2))]
     said = _other_layers(pairs, set())
-    assert [name for name, *_ in map(str.split, said)] == ["b.1.act", "b.2.act"]
-    assert said[0] == (
+    assert [each.tap for each in said] == ["b.1.act", "b.2.act"]
+    assert said[0].text == (
         "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
     )

@@ -30,14 +30,8 @@ def public_port(name: str) -> Port:
 
 
 @pytest.fixture(scope="session")
-def one_and_one() -> Iterator[gl.Session]:
+def launched() -> Iterator[gl.Session]:
     with gl.launch(1, 1) as session:
         if importlib.util.find_spec("torchvision"):
             session.run(public_ports.declare_vision_operators, public_ports.declare_vision_operators)
         yield session
-
-
-@pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
-    one_and_one.edit(b2t=None, t2b=None, compare="True", keep=None, transform=None, pairs=None)
-    return one_and_one

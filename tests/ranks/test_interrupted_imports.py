@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ with open(folder / "begun", "a") as file:
 while not (folder / "go").exists():
     pass
 """
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
 
 
 def imports(folder: str, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,6 @@ def test_a_large_tensor_is_described_with_shape_and_size() -> None:
 @pytest.mark.parametrize("value", [None, 7, "text", [1, 2], {"a": 1}, torch.zeros(4), object(), int, np.float64(1)])
 def test_a_small_last_value_is_sent(value: Any) -> None:
     assert replace_large(value) is value
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
 
 
 @pytest.mark.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from kit.support import run_cell
 import graftlab as gl
 
 pytestmark = pytest.mark.ranks
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
 
 
 CELLS = {

@@ -260,7 +260,7 @@ def test_views_and_complex_tensors_are_shown_and_grafted_as_in_eager(backend: st
 def test_graft_of_an_overlapping_tensor_is_only_in_the_result_and_warns(
     make: Callable[[Tensor], Tensor], handler: TapHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_said", set())
+    monkeypatch.setattr(compiled, "_warned_of", set())
 
     def graft(name: str, value: Tensor, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Tensor:
         assert replace
@@ -277,7 +277,7 @@ def test_graft_of_an_overlapping_tensor_is_only_in_the_result_and_warns(
 def test_graph_has_no_taps_outside_a_session_and_recompiles_once_inside(
     monkeypatch: pytest.MonkeyPatch, handler: TapHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled, "_said", set())
+    monkeypatch.setattr(compiled, "_warned_of", set())
     caplog.set_level(logging.INFO, logger="graftlab")
     model, graphs = Model(), Graphs()
     function = torch.compile(model, fullgraph=True, backend=graphs)

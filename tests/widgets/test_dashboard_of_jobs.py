@@ -39,7 +39,7 @@ class Jobs:
                 rank = self.ranks[number]
                 if rank.has_joined:
                     rank.renew()
-                    internals_of(self.session).jobs.start_reading(rank)
+                    internals_of(self.session).jobs.hub.add(rank)
                 rank.assign_process(1000 + number, DeviceAssignment("cpu", "none"))
                 line, wake = rank.take_ends()
                 self._ends[number] = SocketChannel(line)

@@ -702,12 +702,6 @@ def test_a_closed_editor_leaves_no_widget_behind_and_gets_no_events(
 # ---- with real ranks ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_and_one() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
-        yield session
-
-
 def loops(folder: str, pause: int) -> None:
     """Take steps until the file `stop` exists; the leader waits in one step for the file `continue`."""
     me = gl.here()
@@ -725,9 +719,9 @@ def loops(folder: str, pause: int) -> None:
 
 @pytest.mark.ranks
 def test_apply_changes_a_loop_that_is_running_from_one_step_on(
-    show: Callable[[Any], FilterScreen], one_and_one: gl.Session, tmp_path: Path
+    show: Callable[[Any], FilterScreen], launched: gl.Session, tmp_path: Path
 ) -> None:
-    session = reset(one_and_one)
+    session = reset(launched)
     screen = show(session)
     before = session.plan.version
     run = session.start(loops, loops, args=(str(tmp_path), 2))
@@ -773,9 +767,9 @@ def test_an_edit_elsewhere_and_the_end_of_the_session_show_by_themselves(simulat
 
 
 @pytest.mark.ranks
-def test_a_callback_beside_the_refresher_and_edits_loses_nothing(one_and_one: gl.Session) -> None:
+def test_a_callback_beside_the_refresher_and_edits_loses_nothing(launched: gl.Session) -> None:
     """The three threads that meet in an editor: the refresher's, the callbacks' and the cell's."""
-    session = reset(one_and_one)
+    session = reset(launched)
     editor = session.filter_editor()
     errors: list[BaseException] = []
 

@@ -41,7 +41,7 @@ PLENTY = 60.0
 
 
 @pytest.fixture(scope="module")
-def one_and_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:
     folder = tmp_path_factory.mktemp("modules")
     (folder / "of_a_path.py").write_text("def halves(graft_input):\n    return graft_input.received_list[0] / 2\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -52,11 +52,11 @@ def one_and_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session
 
 
 @pytest.fixture
-def session(one_and_one: gl.Session) -> gl.Session:
+def session(launched: gl.Session) -> gl.Session:
     """A session that grafts and keeps `x`, with a kept pair: 10 from the baseline and 20 on the target."""
-    reset(one_and_one).edit(b2t="name == 'x'", keep="name == 'x'")
-    one_and_one.run(tap_x, tap_x)
-    return one_and_one
+    reset(launched).edit(b2t="name == 'x'", keep="name == 'x'")
+    launched.run(tap_x, tap_x)
+    return launched
 
 
 def tap_x(layer: int = 4) -> list[float]:
@@ -184,7 +184,7 @@ def test_it_starts_from_the_template_which_works(session: gl.Session, show: Show
 
 
 @pytest.fixture
-def importable(one_and_one: gl.Session) -> Iterator[str]:
+def importable(launched: gl.Session) -> Iterator[str]:
     yield "of_a_path.halves"
     sys.modules.pop("of_a_path", None)
 
