@@ -80,7 +80,7 @@ def _pack(value: Any, packer: type[_Packer]) -> bytes:
     return buffer.getvalue()
 
 
-def _unpack(blob: bytes) -> Any:
+def _unpack(blob: bytes | memoryview) -> Any:
     whole = memoryview(blob)
     (size,) = _SIZE.unpack(whole[-_SIZE.size :])
     # Before the value is made, whose functions' sources these are.
@@ -131,7 +131,7 @@ def _repr(value: Any) -> str:
         return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}: {error}>"
 
 
-def unpack_result(blob: bytes) -> Any:
+def unpack_result(blob: bytes | memoryview) -> Any:
     try:
         return _unpack(blob)
     except Exception as error:

@@ -20,7 +20,8 @@ the exchange, and the functions that are sent to ranks by their names. A change 
 
 _INTEGER, _TEXT = 1, 2
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+_encode = _encoder.encode
 
 
 def graftlab_release() -> str:
@@ -41,6 +42,16 @@ def encode(value: object) -> bytes:
         return _encode(value)
     except (OverflowError, UnicodeEncodeError):
         return _encode(_expressible(value))
+
+
+def encode_after(head: bytes, value: object) -> bytearray:
+    """Encode a value as :func:`encode` does, after some bytes: in one piece of memory, which may be large."""
+    encoded = bytearray(head)
+    try:
+        _encoder.encode_into(value, encoded, len(head))
+    except (OverflowError, UnicodeEncodeError):
+        encoded[len(head) :] = _encode(_expressible(value))
+    return encoded
 
 
 def integer_to_bytes(value: int) -> bytes:

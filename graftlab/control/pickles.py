@@ -20,7 +20,7 @@ def require_trusted(rank: RankHandle) -> None:
         )
 
 
-def open_value(rank: RankHandle, packed: Pickled) -> Any:
+def open_value(rank: RankHandle, packed: Pickled | memoryview) -> Any:
     """Unpack a result or a kept value. Raises :class:`SessionError` for a rank that is not trusted."""
     require_trusted(rank)
     return shipping.unpack_result(packed)

@@ -14,7 +14,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from graftlab.errors import MessageError
@@ -24,6 +24,9 @@ _LENGTH = struct.Struct("<Q")
 # a small frame.
 _CHUNK = 1 << 16
 _PIECE = 1 << 16
+
+Received = bytes | memoryview
+"""One frame that has arrived. A large one is a view of the memory into which it was read, which nothing else uses."""
 
 _channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
@@ -41,7 +44,7 @@ class Channel(Protocol):
         """Return a descriptor that is readable when there may be something to :meth:`receive`."""
         ...
 
-    def send(self, payload: bytes, /) -> None:
+    def send(self, payload: bytes | bytearray, /) -> None:
         """Send one frame without waiting. A frame to an end that is gone is dropped."""
         ...
 
@@ -49,7 +52,7 @@ class Channel(Protocol):
         """Wait until the system has taken everything that was sent; False if ``timeout`` seconds pass first."""
         ...
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> Sequence[Received]:
         """Return every whole frame that has arrived, without waiting."""
         ...
 
@@ -78,7 +81,7 @@ class SocketChannel:
         """Have the socket buffer up to ``size`` bytes, if the system allows it, before a thread has to send them."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
-    def send(self, payload: bytes) -> None:
+    def send(self, payload: bytes | bytearray) -> None:
         """Send one frame, now or as soon as the other end reads. A frame is dropped when the other end is gone."""
         with self._sending:
             if self.closed:
@@ -168,16 +171,22 @@ class SocketChannel:
             return not flusher.is_alive()
         return True
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> list[Received]:
         """Return all whole frames that have arrived, without waiting. At the end of the stream sets ``closed``."""
         self._read()
-        frames: list[bytes] = []
+        frames: list[Received] = []
         start, end = 0, len(self._received)
         while end - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
             if end - start - _LENGTH.size < length:
                 break
             start += _LENGTH.size
+            if length >= _PIECE:
+                # Not copied: the frame keeps this memory, and what came after it moves to another.
+                frames.append(memoryview(self._received)[start : start + length])
+                self._received = self._received[start + length :]
+                start, end = 0, len(self._received)
+                continue
             # Not from a slice, which would be one more copy.
             with memoryview(self._received) as received:
                 frames.append(bytes(received[start : start + length]))

@@ -13,6 +13,7 @@ import msgspec
 
 from graftlab.base.tags import Plain, TapKey
 from graftlab.base.wire import integer_from_bytes, integer_to_bytes, text_from_bytes, text_to_bytes
+from graftlab.exchange.channel import Received
 from graftlab.exchange.status_page import WireStatus
 
 
@@ -156,7 +157,7 @@ _NO_KEY = TapKey(0, "", (), "", 0)
 _TEXT, _INTEGER = b"t", b"i"
 
 _encode: Callable[[Frame], bytes] = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(_Any).decode
+_decode: Callable[[Received], Frame] = msgspec.msgpack.Decoder(_Any).decode
 _decode_keyed: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(_Keyed).decode
 
 
@@ -170,7 +171,7 @@ def encode(frame: Frame) -> bytes:
         return _encode(_EscapedFrame(_escape_key(frame.key), _encode(msgspec.structs.replace(frame, key=_NO_KEY))))
 
 
-def decode(data: bytes) -> Frame:
+def decode(data: Received) -> Frame:
     """Decode a frame. Raises ValueError for bytes that are not one."""
     try:
         frame = _decode(data)

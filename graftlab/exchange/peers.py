@@ -17,7 +17,7 @@ from typing import Any
 from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.arena import Arena
-from graftlab.exchange.channel import Channel
+from graftlab.exchange.channel import Channel, Received
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, Frame, PublishFrame, StatusFrame, decode, encode
 from graftlab.exchange.interrupts import interruptible
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
@@ -240,7 +240,7 @@ class Peers:
             unsure = isinstance(peer.channel, TcpChannel) and not peer.channel.said_goodbye
             self._lose(peer, descriptor, "died, or the network connection to it failed" if unsure else "died")
 
-    def _note_remote(self, peer: Peer, frame: Frame, data: bytes) -> None:
+    def _note_remote(self, peer: Peer, frame: Frame, data: Received) -> None:
         """Record a frame of a rank that shares no memory. Raises ValueError for one that needs shared memory."""
         peer.attached = ()
         if type(frame) is PublishFrame:

@@ -94,7 +94,7 @@ class TcpChannel:
         """The descriptor that all channels of this process share: readable when a frame has arrived for any of them."""
         return self._router.fileno()
 
-    def send(self, payload: bytes, attached: memoryview | None = None) -> None:
+    def send(self, payload: bytes | bytearray, attached: memoryview | None = None) -> None:
         """Send one frame. ``attached`` is sent without a copy, and must not change until the receiver has it.
 
         A frame is dropped when the other end is gone.
@@ -293,12 +293,12 @@ class RouterSocket:
             if not self.over.is_set():
                 os.eventfd_write(self._wake, 1)
 
-    def send(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
+    def send(self, channel: TcpChannel, payload: bytes | bytearray, attached: memoryview | None) -> None:
         with self._lock:
             if not (channel.closed or channel.ended):
                 self._write(channel, payload, attached)
 
-    def _write(self, channel: TcpChannel, payload: bytes, attached: memoryview | None) -> None:
+    def _write(self, channel: TcpChannel, payload: bytes | bytearray, attached: memoryview | None) -> None:
         socket = self._socket
         try:
             parts: list[bytes | memoryview] = [channel.name]
@@ -306,7 +306,7 @@ class RouterSocket:
                 pieces = _pieces_of(memoryview(payload))
                 parts += [_IN_PIECES, _COUNT.pack(len(pieces)), *pieces]
             else:
-                parts.append(payload)
+                parts.append(bytes(payload))
             if attached is not None:
                 parts += _pieces_of(attached) or [b""]
             last = len(parts) - 1

@@ -21,6 +21,7 @@ import msgspec
 from graftlab.base.world import RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import GraftError, SessionError, warn
+from graftlab.exchange.channel import Received
 from graftlab.exchange.heartbeat import Heartbeat
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
@@ -136,13 +137,13 @@ class AttachedRank:
         Finalize(self, self.leave, exitpriority=100)
         logger.info("%s has joined; rows go to %s", self.place.label, self.folder)
 
-    def _await_request(self) -> tuple[RunRequest, World, list[bytes]]:
+    def _await_request(self) -> tuple[RunRequest, World, list[Received]]:
         """Return the request that begins the run, the run's world, and the frames that followed."""
         channel = self._connection.channel
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLIN)
         request: RunRequest | None = None
-        rest: list[bytes] = []
+        rest: list[Received] = []
         while not channel.closed:
             poller.poll(min(self._client.remaining(), _RETRY) * 1000)
             if self._client.remaining() <= 0.001:
@@ -312,7 +313,7 @@ class AttachedRank:
                 log.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         return log
 
-    def _open_control_thread(self, frames: Sequence[bytes] = ()) -> None:
+    def _open_control_thread(self, frames: Sequence[Received] = ()) -> None:
         self._control = ControlThread(
             self._connection, self._grafter, self._kept, lambda run: None, end=self._on_server_gone, fail=self._fail
         )

@@ -165,21 +165,19 @@ class Matcher:
             others = sorted(mine[numel], key=lambda other: other.sketch.rms)
             sizes = np.array([other.sketch.rms for other in others])
             quantiles = np.stack([other.sketch.quantiles for other in others])
+            few = quantiles[:, _FEW_QUANTILES].copy()
             dtypes = {other.dtype for other in others}
             for tap in theirs[numel]:
                 # All sketches are compared at once, values only for the remaining candidates.
                 limit = min(COARSEST, 3 * (limit_for(tap.dtype, *dtypes) if self.limit is None else self.limit))
                 size = tap.sketch.rms
                 low, high = np.searchsorted(sizes, [size * (1 - 2 * limit), size * (1 + 2 * limit)])
-                places = np.arange(low, high)
                 # Few quantiles rule out most of the others.
-                for some in (_FEW_QUANTILES, slice(None)):
-                    held = quantiles[places][:, some]
-                    apart = np.abs(held - tap.sketch.quantiles[some])
-                    scale = np.maximum(np.abs(held), size) + 1e-30
-                    fits = (apart <= limit * scale).all(axis=1)
-                    places = places[fits]
-                matching = self._matching(tap, [others[place] for place in places.tolist()], (apart / scale)[fits])
+                apart = _apart(few[low:high], tap.sketch.quantiles[_FEW_QUANTILES], size)
+                places = low + np.flatnonzero((apart <= limit).all(axis=1))
+                apart = _apart(quantiles[places], tap.sketch.quantiles, size)
+                fits = (apart <= limit).all(axis=1)
+                matching = self._matching(tap, [others[place] for place in places[fits].tolist()], apart[fits])
                 if matching:
                     found[tap.name] = _ties(matching)
                 tap.forget()
@@ -513,6 +511,11 @@ class Matcher:
             and bool(np.allclose(twin.extremes, own.extremes, rtol=TIE_FLOOR, atol=0))
             and bool(np.allclose(twin.quantiles, own.quantiles, rtol=TIE_FLOOR, atol=TIE_FLOOR * own.rms))
         )
+
+
+def _apart(others: npt.NDArray[np.float64], own: npt.NDArray[np.float64], size: float) -> npt.NDArray[np.float64]:
+    """The relative distances of others' quantiles, ``[others, each]``, from a tap's of this root mean square."""
+    return np.abs(others - own) / (np.maximum(np.abs(others), size) + 1e-30)
 
 
 def _by_size(taps: Iterable[RecordedTap]) -> dict[int, list[RecordedTap]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tags import identity, name_with
-from graftlab.matching.sketch import Sketch, Values, flat_values, sketch_of
+from graftlab.diffs.measure import measure
+from graftlab.matching.sketch import Elements, Sketch, Values, flat_elements, sketch_of
 from graftlab.matching.strides import Lookup
 from graftlab.taps.calls import ambient
 
@@ -52,9 +53,14 @@ class RecordedTap:
         return self.sketch.numel * self.dtype.itemsize
 
     @cached_property
+    def elements(self) -> Elements | None:
+        """The values as they are, flat; None if they were not kept."""
+        return None if self.value is None else flat_elements(self.value)
+
+    @cached_property
     def flat(self) -> Values | None:
         """The values in float64, flat; None if they were not kept."""
-        return None if self.value is None else flat_values(self.value)
+        return None if self.elements is None else self.elements.astype(np.float64)
 
     @cached_property
     def lookup(self) -> Lookup:
@@ -63,8 +69,8 @@ class RecordedTap:
 
     def forget(self) -> None:
         """Drop everything computed from the values, but not the values."""
-        self.__dict__.pop("flat", None)
-        self.__dict__.pop("lookup", None)
+        for made in ("elements", "flat", "lookup"):
+            self.__dict__.pop(made, None)
 
 
 class SketchRecorder:
@@ -117,22 +123,10 @@ class SketchRecorder:
         return value
 
 
-def relative_l2(expected: Values, found: Values) -> float:
+def relative_l2(expected: Elements, found: Elements) -> float:
     """``||expected - found|| / ||expected||`` over the finite pairs; inf if only one of some pair is finite."""
-    # Mostly all numbers are finite, and so are the sums.
-    with np.errstate(invalid="ignore", over="ignore"):
-        norm, difference = _norm(expected), _norm(expected - found)
-    if not (math.isfinite(norm) and math.isfinite(difference)):
-        finite = np.isfinite(expected)
-        if not np.array_equal(finite, np.isfinite(found)):
-            return float("inf")
-        expected, found = expected[finite], found[finite]
-        norm, difference = _norm(expected), _norm(expected - found)
-    if norm == 0:
-        return 0.0 if difference == 0 else float("inf")
-    return difference / norm
-
-
-def _norm(values: Values) -> float:
-    # Not np.linalg.norm, whose threads slow each other down on arrays as small as most of these.
-    return math.sqrt(float(np.einsum("i,i", values, values)))
+    stats = measure(torch.from_numpy(expected), torch.from_numpy(found))
+    if stats.nonfinite_differ and not np.array_equal(np.isfinite(expected), np.isfinite(found)):
+        return math.inf
+    # Without a finite pair nothing differs.
+    return 0.0 if math.isnan(stats.rel_l2) else stats.rel_l2

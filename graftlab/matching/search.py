@@ -13,7 +13,7 @@ import torch
 
 from graftlab.layouts import Layout
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
-from graftlab.matching.sketch import Places, Sketch, Values, alike, covers, flat_values, limit_for
+from graftlab.matching.sketch import Elements, Places, Sketch, Values, alike, covers, flat_values, limit_for
 from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
 from graftlab.matching.wording import layout_of
 
@@ -115,27 +115,27 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
     """The match of equal elements in the same order, perhaps in a different shape."""
     strides = Strides(0, (math.prod(inner.shape),), (1,))
-    if outer.flat is None or inner.flat is None:
+    if outer.elements is None or inner.elements is None:
         return _verified(outer, inner, strides, limit)
     # The largest values by themselves may be further apart than all together.
-    apart = inner.flat[outer.sketch.places] - outer.sketch.extremes
-    if float(np.nansum(apart * apart)) > _ROOM * (limit * outer.sketch.rms) ** 2 * outer.sketch.numel:
+    apart = inner.elements[outer.sketch.places].astype(np.float64) - outer.sketch.extremes
+    if float(np.einsum("i,i", apart, apart)) > _ROOM * (limit * outer.sketch.rms) ** 2 * outer.sketch.numel:
         return None
-    rel = relative_l2(outer.flat, inner.flat)
+    rel = relative_l2(outer.elements, inner.elements)
     if rel > limit:
         return None
     layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
-    return ValueMatch(outer, inner, layout, rel, _are_equal(rel, outer.flat, inner.flat))
+    return ValueMatch(outer, inner, layout, rel, _are_equal(rel, outer.elements, inner.elements))
 
 
-def _are_equal(rel: float, one: Values, other: Values) -> bool:
+def _are_equal(rel: float, one: Elements, other: Elements) -> bool:
     """Whether two arrays that are ``rel`` apart are equal, NaN included, which takes several times as long to check."""
     return rel == 0 and (np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True))
 
 
 def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Strides | None:
     """The strides of a rearrangement of all elements: the extreme values' places show it without sorting a tensor."""
-    if outer.flat is None or inner.flat is None:
+    if outer.value is None or inner.value is None:
         return None
     scale = max(outer.sketch.rms, 1e-30)
     lookup = Lookup.of_sketch(outer.sketch)
@@ -149,18 +149,18 @@ def _by_extremes(outer: RecordedTap, inner: RecordedTap, limit: float) -> Stride
 
 
 def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) -> Strides | None:
-    if inner.flat is None:
+    if inner.elements is None:
         elements, values = inner.sketch.places, inner.sketch.extremes
     else:
         elements = sampled(inner.sketch.numel, inner.sketch)
-        values = inner.flat[elements]
+        values = inner.elements[elements].astype(np.float64)
         finite = np.isfinite(values)
         elements, values = elements[finite], values[finite]
     scale = max(outer.sketch.rms, 1e-30)
     for tolerance in (*(tolerance for tolerance in TOLERANCES if tolerance <= limit), limit / 2):
         # Checked with the extremes, which are far apart, while other values are often near some value by chance. A
         # sketch has too few values to rule a part out.
-        if outer.flat is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
+        if outer.value is not None and outer.lookup.share(inner.sketch.extremes, tolerance * scale) < 0.9:
             continue
         found = fit(outer.lookup, outer.sketch.numel, elements, values, inner.shape, tolerance * scale)
         if found is not None:
@@ -197,8 +197,10 @@ def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[
 
 
 def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> ValueMatch | None:
-    if outer.flat is not None and inner.flat is not None:
-        taken, expected, sampled_only = strides.taken(outer.flat), inner.flat, False
+    taken: Elements
+    expected: Elements
+    if outer.elements is not None and inner.elements is not None:
+        taken, expected, sampled_only = strides.taken(outer.elements), inner.elements, False
     else:
         places = strides.places(inner.sketch.places)
         if outer.flat is not None:

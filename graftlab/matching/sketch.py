@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 Values = npt.NDArray[np.float64]
+Elements = npt.NDArray[np.generic]
+"""Numbers in a dtype of their own, in one dimension."""
 Places = npt.NDArray[np.int64]
 
 QUANTILES = 33
@@ -51,24 +53,24 @@ class Sketch:
 
 def flat_values(tensor: Tensor) -> Values:
     """All elements in float64, in one dimension. A complex element is two numbers, its real and imaginary part."""
-    return _flat(tensor).astype(np.float64)
+    return flat_elements(tensor).astype(np.float64)
 
 
-def _flat(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """All elements in one dimension, in a numpy dtype that holds all their values."""
+def flat_elements(tensor: Tensor) -> Elements:
+    """All elements in one dimension, in a numpy dtype that holds all their values; complex ones as two numbers each."""
     dense = tensor.detach()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj().resolve_neg())
     dense = dense.cpu().reshape(-1)
     narrow = dense.is_floating_point() and dense.element_size() < 4
-    array: npt.NDArray[np.generic] = (dense.float() if narrow else dense).numpy()
+    array: Elements = (dense.float() if narrow else dense).numpy()
     return array
 
 
 def sketch_of(tensor: Tensor) -> Sketch:
     """The sketch of a tensor of any dtype. Making one takes about as long as a sort, and it has 1.3 KiB."""
     # Not in float64, which takes twice as long to sort.
-    flat = _flat(tensor)
+    flat = flat_elements(tensor)
     flat = flat.astype(np.float32) if flat.dtype == np.bool_ else flat
     finite = np.isfinite(flat)
     everything = bool(finite.all())
@@ -108,7 +110,7 @@ def _places_of_quantiles(size: int) -> Places:
 _BLOCK = 1 << 16
 
 
-def _squares(block: npt.NDArray[np.generic]) -> float:
+def _squares(block: Elements) -> float:
     wide = block.astype(np.float64)
     return float(np.einsum("i,i", wide, wide))
 

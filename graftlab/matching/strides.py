@@ -14,7 +14,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from graftlab.matching.sketch import Places, Sketch, Values
+from graftlab.matching.sketch import Elements, Places, Sketch, Values
 
 # The number of elements to look up for fitting strides and for checking a fit before a full comparison.
 SAMPLES = 160
@@ -41,10 +41,10 @@ class Strides:
             found += stride * digit
         return found
 
-    def taken(self, whole: Values) -> Values:
-        """The tensor's elements, flat, taken from the whole."""
+    def taken(self, whole: Elements) -> Elements:
+        """The tensor's elements, flat, taken from the whole: a view where they are next to each other."""
         view = np.lib.stride_tricks.as_strided(
-            whole[self.offset :], self.radices, [stride * whole.itemsize for stride in self.strides], writeable=False
+            whole[self.offset :], self.radices, [stride * whole.itemsize for stride in self.strides]
         )
         return view.reshape(-1)
 

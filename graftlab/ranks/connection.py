@@ -49,7 +49,7 @@ class ControlConnection:
     def adopted(self, version: int, step: int) -> None:
         self.send(PlanAdopted(version, step))
 
-    def _send_later(self, frame: bytes) -> None:
+    def _send_later(self, frame: bytes | bytearray) -> None:
         """Send a frame that the session may read later, with others."""
         self.channel.send(frame)
         # Wake the session once when more rows wait than the socket holds.

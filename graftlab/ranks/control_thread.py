@@ -16,6 +16,7 @@ from typing import Any
 from graftlab.base import shipping
 from graftlab.diffs.maps import difference_map
 from graftlab.errors import GraftError, SessionError
+from graftlab.exchange.channel import Received
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.wire import from_wire
@@ -134,7 +135,7 @@ class ControlThread:
                     return
         self._end()
 
-    def take(self, frame: bytes) -> None:
+    def take(self, frame: Received) -> None:
         """Handle one frame from the notebook."""
         self._handle(unpack_to_rank(frame))
 

@@ -18,6 +18,7 @@ import msgspec
 from graftlab.base import wire
 from graftlab.base.world import RunInfo
 from graftlab.errors import MessageError
+from graftlab.exchange.channel import Received
 from graftlab.exchange.status_page import WireStatus
 from graftlab.lines.traces import TraceRequest
 from graftlab.plan.wire import WirePlan
@@ -246,7 +247,8 @@ class RunDone(Message, frozen=True):
     """This rank's work in the run has ended, with a result or a failure."""
 
     run: int
-    result: Pickled | None
+    # A view of the frame in which it came, of which it is nearly all. It may be large.
+    result: memoryview | None
     failure: Failure | None
 
 
@@ -492,31 +494,31 @@ _to_rank = wire.Decoder(ToRank)
 _from_rank = wire.Decoder(FromRank)
 
 
-def pack(message: ToRank | FromRank) -> bytes:
-    return _MESSAGE + wire.encode(message)
+def pack(message: ToRank | FromRank) -> bytearray:
+    return wire.encode_after(_MESSAGE, message)
 
 
 def pack_row(row: Row) -> bytes:
     return _ROW + encode(row)
 
 
-def unpack_to_rank(frame: bytes) -> ToRank:
+def unpack_to_rank(frame: Received) -> ToRank:
     """Decode a message from the notebook. Raises :class:`MessageError` for anything else."""
     message: ToRank = _to_rank.decode(_body(frame))
     return message
 
 
-def unpack_from_rank(frame: bytes) -> FromRank | bytes:
+def unpack_from_rank(frame: Received) -> FromRank | bytes:
     """Decode a message from a rank, or return a row's line as bytes. Raises :class:`MessageError` for anything else."""
     if frame[:1] == _ROW:
-        return frame[1:]
+        return bytes(frame[1:])
     message: FromRank = _from_rank.decode(_body(frame))
     return message
 
 
-def _body(frame: bytes) -> memoryview:
+def _body(frame: Received) -> memoryview:
     if frame[:1] != _MESSAGE:
-        raise MessageError(f"a frame that begins with {frame[:1]!r} is not a message")
+        raise MessageError(f"a frame that begins with {bytes(frame[:1])!r} is not a message")
     return memoryview(frame)[1:]
 
 

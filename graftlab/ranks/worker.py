@@ -175,7 +175,7 @@ class Rank:
         try:
             if self._interrupted_run == run:
                 raise KeyboardInterrupt
-            result = shipping.pack_result(self._namespace.run(request.work))
+            result = memoryview(shipping.pack_result(self._namespace.run(request.work)))
         except BaseException as error:
             failure = failure_of(error)
             self._last_failure.keep(error)
