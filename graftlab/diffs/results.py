@@ -71,6 +71,8 @@ _IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECAS
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_MOST_DENSE = 1 << 24
 # Values of this many numbers that are this near, as rel_l2, are not so by chance.
 _LEAST_WIDTH, _NEAR = 8, 0.1
 
@@ -118,7 +120,7 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield path, value
+        yield from _of_tensor(value, path)
     elif isinstance(value, (int, float)):
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
@@ -140,6 +142,20 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
         inside = above | {id(value)}
         for step, each in _parts(value):
             yield from _walk(each, path + step, inside)
+
+
+def _of_tensor(value: torch.Tensor, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor by its path. A sparse one is made dense, because the zeros that it stores may differ, or if it is too
+    large for that, it is the places and numbers that it stores.
+    """
+    if value.layout not in _SPARSE:
+        yield path, value
+    elif value.numel() <= _MOST_DENSE:
+        yield path, value.to_dense()
+    else:
+        whole = value.to_sparse(layout=torch.sparse_coo).coalesce()
+        yield f"{path}.indices()", whole.indices()
+        yield f"{path}.values()", whole.values()
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

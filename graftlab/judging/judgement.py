@@ -510,6 +510,7 @@ class Judgement:
                 if again is not None:
                     unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            without_output += [] if unexplained else differences.whole_numbers_alone()
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []

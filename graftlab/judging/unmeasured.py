@@ -34,7 +34,8 @@ def unseen_taps(
         remarks.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
     if skipped:
-        remarks.append(f"{', '.join(skipped[:4])} show no comparable tensor on the baseline.")
+        verb = "shows" if len(skipped) == 1 else "show"
+        remarks.append(f"{first_of(skipped, 4)} {verb} no comparable tensor on the baseline.")
     not_recorded = sum(each.not_recorded for each in selves)
     if not_recorded:
         remarks.append(

@@ -262,6 +262,10 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
         if len(gradients):
             sentences.append(_one_sided_gradients(gradients, side))
         others = rows.drop(gradients.index)
+        more = in_more_calls(frame, others)
+        others = others.drop(more.index)
+        if len(more):
+            sentences.append(f"{_taps(more['name'])}: {_of_its_calls(frame, more)} on the {side} only.")
         if len(others):
             only = _be(others, f"is on the {side} only")
             sentences.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
@@ -275,9 +279,8 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
         & measured["rel_l2"].notna()
     ]
     if len(both):
-        left_out = "these were" if both["name"].nunique() > 1 else "it was"
-        where = f"{_be(both, 'is')} not finite in the same places on both sides"
-        sentences.append(f"{_taps(both['name'])} {where}; {left_out} left out.")
+        where = f"{_be(both, 'has')} numbers that are not finite, in the same places on both sides"
+        sentences.append(f"{_taps(both['name'])} {where}; these numbers were left out.")
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
         sentences.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
@@ -295,6 +298,21 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
             f"{unlike['note'].iloc[0]}."
         )
     return sentences
+
+
+def in_more_calls(frame: pd.DataFrame, alone: pd.DataFrame) -> pd.DataFrame:
+    """Those rows of ``alone``, which have no partner, whose taps have one in other calls."""
+    return alone[alone["name"].isin(frame.loc[frame["status"].isin(MEASURED), "name"])]
+
+
+def _of_its_calls(frame: pd.DataFrame, more: pd.DataFrame) -> str:
+    """The calls without a partner of the first of these taps, and all of its calls, as ``1 of 3 calls is``."""
+    name, rank = more[["name", "rank"]].iloc[0]
+    alone, paired = (
+        int(((rows["name"] == name) & (rows["rank"] == rank)).sum())
+        for rows in (more, frame[frame["status"].isin(MEASURED)])
+    )
+    return f"{alone} of {alone + paired} calls {'is' if alone == 1 else 'are'}"
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:

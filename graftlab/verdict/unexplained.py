@@ -16,7 +16,7 @@ from graftlab.diffs.results import ResultDifference, compare_results, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, is_spread, measured_rows, ratio
+from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio
 from graftlab.verdict.floor import Floor, times
 
 
@@ -106,6 +106,12 @@ class ReturnedValues:
         return list(found.values())
 
     @property
+    def are_whole_numbers(self) -> bool:
+        """Whether all returned values that were compared are whole numbers, such as tokens."""
+        returned = [each for each in self.differences if not is_written(each.path)]
+        return bool(returned) and not any(roundoff(dtype) for each in returned for dtype in each.dtypes)
+
+    @property
     def compared(self) -> bool:
         """Whether any returned value was measured on both sides."""
         return any(not math.isnan(each.rel_l2) for each in self.differences if not is_written(each.path))
@@ -191,6 +197,17 @@ class UnexplainedDifferences:
         rows = [row for row in measured_rows(self.compared) if kind_of(row["tags"]) is None]
         return str(max(rows, key=lambda row: (row["in_run"], row["order"]))["name"]) if rows else None
 
+    @cached_property
+    def _in_more_calls(self) -> str | None:
+        """The subject of a sentence on calls of tapped values that one side alone makes; None if there are none."""
+        rows = self.compared
+        plain = [kind_of(tags) is None and tags.get("recompute_status") != "recompute" for tags in rows["tags"]]
+        more = in_more_calls(rows, rows[rows["status"].isin(("missing", "unmatched")) & pd.Series(plain, rows.index)])
+        if not len(more):
+            return None
+        side = more["side"].iloc[0]
+        return f"Further calls of {first_of(list(dict.fromkeys(more['name'])))}, which the {side} alone makes,"
+
     def _beyond(self, returned: ReturnedValues | None) -> list[ValueDifference]:
         return returned.beyond(self.floors, self.threshold, self.values_left) if returned else []
 
@@ -232,6 +249,11 @@ class UnexplainedDifferences:
         worst = max(self._after_last_tap, key=_times)
         if self._last is None:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
+        if more := self._in_more_calls:
+            return [
+                f"With the baseline's value at every tap that has a partner, {worst.what} differs {worst.size}. {more} "
+                "may explain it."
+            ]
         if not all_grafted:
             return [f"With the baseline's value at every tap that could be grafted, {worst.what} differs {worst.size}."]
         # If the parts of a result have taps, nothing comes after them: a cache is written before.
@@ -293,6 +315,15 @@ class UnexplainedDifferences:
                     "mistake: compare the values from which they were chosen."
                 ]
         return []
+
+    def whole_numbers_alone(self) -> list[str]:
+        """A sentence if nothing but whole numbers was compared, which may agree although their origins differ."""
+        if self.returned is None or not self.returned.are_whole_numbers or self._last is not None:
+            return []
+        return [
+            "Nothing but whole numbers was compared, such as tokens. They agree, but the values from which they were "
+            "chosen may differ: return those too, or let both sides make the same calls."
+        ]
 
     def no_tap_explains(self) -> list[str]:
         """A sentence if something differs in the run without grafts. For verdicts that name no group."""

@@ -287,7 +287,7 @@ def test_a_sample_of_a_complex_gradient_has_its_imaginary_parts() -> None:
     assert sample.shape == (3,)
 
 
-def test_losses_that_weight_micro_batches_differently_are_recognised() -> None:
+def test_losses_that_weight_micro_batches_differently_are_distinguished() -> None:
     draw = torch.Generator().manual_seed(0)
     whole, first, second = (torch.randn(64, generator=draw) for _ in range(3))
     ours = replace(description({"w": whole}), of_results={"1": TensorSample.of(first), "2": TensorSample.of(second)})

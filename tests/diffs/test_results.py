@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graftlab.diffs import results
 from graftlab.diffs.results import (
     compare_named,
     compare_results,
@@ -33,6 +34,24 @@ class Output:
 
 
 Pair = namedtuple("Pair", ["hidden", "loss"])
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_results_are_compared_by_their_numbers_and_not_by_what_they_store(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = torch.tensor([[0, 1, 1], [2, 0, 0]])
+    with_two = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0, 3.0]), (2, 3), check_invariants=True)
+    whole = torch.sparse_coo_tensor(places[:, :2], torch.tensor([1.0, 5.0]), (2, 3), check_invariants=True)
+    found = whole.to_sparse_csr() if layout == "csr" else whole
+    for limit, paths in ((1 << 24, [""]), (1, [".indices()", ".values()"])):
+        monkeypatch.setattr(results, "_MOST_DENSE", limit)
+        assert list(named_tensors(found)) == paths
+        assert [each.rel_l2 for each in compare_named(named_tensors(with_two), named_tensors(found)).differences] == [
+            *(0.0 for _ in paths)
+        ]
+        other = compare_named(named_tensors(with_two), named_tensors(2 * found)).differences
+        assert other[-1].rel_l2 == pytest.approx(1.0)
 
 
 def test_complex_results_round_like_their_parts() -> None:

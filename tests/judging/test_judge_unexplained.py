@@ -511,6 +511,16 @@ def in_chunks(wrong: float) -> torch.Tensor:
     return torch.cat(found) * (wrong if is_target else 1.0)
 
 
+def tokens_in_chunks(wrong: float) -> torch.Tensor:
+    return in_chunks(wrong).argmax(-1)
+
+
+def test_tokens_alone_do_not_clear_calls_that_do_not_pair(session: gl.Session) -> None:
+    verdict = session.verdict(tokens_in_chunks, tokens_in_chunks, args=(1.01,))
+    assert first_line(verdict).startswith("Nothing but whole numbers was compared, such as tokens.")
+    assert answer_of(verdict.findings, True, True) == "inconclusive"
+
+
 def test_of_calls_that_do_not_pair_only_the_returned_values_are_compared(session: gl.Session) -> None:
     right = session.verdict(in_chunks, in_chunks, args=(1.0,))
     assert answer_of(right.findings, True, True) == "agree"

@@ -45,7 +45,7 @@ def test_data_that_was_not_compared_is_named() -> None:
 def test_taps_without_a_floor_are_named_once_and_counted_over_all_ranks() -> None:
     selves = [SelfGraft(skipped=["a", "b"], not_recorded=2), SelfGraft(skipped=["b", "c", "d", "e"], not_recorded=3)]
     shown, floors = unseen_taps(NONE, NONE, NONE, selves)
-    assert shown == "a, b, c, d show no comparable tensor on the baseline."
+    assert shown == "a, b, c, d and 1 more show no comparable tensor on the baseline."
     assert floors.startswith("the floor of 5 taps, which did not fit the ranks' keep_budget; the largest floor")
 
 

@@ -125,7 +125,10 @@ def test_the_error_without_grafts_is_beside_the_added_error() -> None:
         ),
         (row("q", None, status="failed", error="E: no"), "could not be compared (the transform failed): E: no."),
         (row("q", None), "1 tap (q) has no pair of finite numbers."),
-        (row("q", 0.0, nonfinite_baseline=2), "not finite in the same places on both sides"),
+        (
+            row("q", 0.0, nonfinite_baseline=2),
+            "1 tap (q) has numbers that are not finite, in the same places on both sides; these",
+        ),
         (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows without a partner on the other side"),
         (row("q", 0.0, note="the senders are not replicas (...)"), "1 tap (q) was compared with one of several ranks"),
     ],
@@ -141,6 +144,17 @@ def test_one_sided_taps_are_reported_for_each_side() -> None:
     assert unseen_of(frame_of(*one_sided, row("c", None, status="unmatched", side="baseline"))) == [
         "2 taps (a, b) are on the target only.",
         "1 tap (c) is on the baseline only.",
+    ]
+
+
+def test_further_calls_of_a_tap_are_counted_and_not_called_a_tap_of_one_side() -> None:
+    paired = [row(name, order=order) for order, name in enumerate("abab")]
+    more = [row(name, None, status="unmatched", side="baseline", order=4) for name in "ab"]
+    assert unseen_of(frame_of(*paired, *more)) == ["2 taps (a, b): 1 of 3 calls is on the baseline only."]
+    lone = row("c", None, status="missing", order=5)
+    assert unseen_of(frame_of(*paired, row("a", None, status="missing"), row("a", None, status="missing"), lone)) == [
+        "1 tap (a): 2 of 4 calls are on the target only.",
+        "1 tap (c) is on the target only.",
     ]
 
 

@@ -176,6 +176,28 @@ def test_a_difference_beside_an_ungrafted_tap_is_not_blamed_on_later_code() -> N
     assert said.startswith("With the baseline's value at every tap that could be grafted, the returned value differs")
 
 
+def test_a_difference_beside_calls_of_one_side_is_not_blamed_on_later_code() -> None:
+    again = tap("y", 2, None, status="unmatched", side="baseline")
+    found = unexplained(tap("y", 1), again, returned_grafted=returned(("", 0.5, PAIR)))
+    assert found.after_last_tap() == [
+        "With the baseline's value at every tap that has a partner, the returned value differs by 0.5 (5e+04 x what "
+        "rounding adds up to). Further calls of y, which the baseline alone makes, may explain it."
+    ]
+    # A tap that one side alone has is no further call, and a weight has none.
+    for lone in (tap("z", 2, None, status="unmatched"), tap("y", 2, None, status="missing", own={"kind": "grad"})):
+        (said,) = unexplained(tap("y", 1), lone, returned_grafted=returned(("", 0.5, PAIR))).after_last_tap()
+        assert said.startswith("Something after the last tap, y,")
+
+
+def test_whole_numbers_that_agree_alone_prove_little() -> None:
+    whole, number = ("int64", "int64"), ("", 0.0, PAIR)
+    (said,) = unexplained(returned=returned(("", 0.0, whole))).whole_numbers_alone()
+    assert said.startswith("Nothing but whole numbers was compared, such as tokens.")
+    assert unexplained(returned=returned(("[0]", 0.0, whole), number)).whole_numbers_alone() == []
+    assert unexplained(tap("y", 1), returned=returned(("", 0.0, whole))).whole_numbers_alone() == []
+    assert unexplained().whole_numbers_alone() == unexplained(returned=returned()).whole_numbers_alone() == []
+
+
 def test_grafts_that_change_nothing_beside_a_wrong_last_tap_show_no_later_mistake() -> None:
     wrong, same = returned(("", 0.5, PAIR)), returned(("", 0.5, PAIR))
     assert unexplained(tap("y", 2, 0.5), returned=wrong, returned_grafted=same).after_last_tap() == []
