@@ -302,7 +302,7 @@ def test_of_several_gradients_that_differ_the_furthest_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.25, 0.5), (0.5, 0.25)])
-def test_what_each_side_does_to_its_gradients_after_the_backward_passes_is_told(ours: float, theirs: float) -> None:
+def test_each_sides_factor_after_its_backward_passes_is_reported(ours: float, theirs: float) -> None:
     whole = {"a": drawn(0), "b": drawn(1)}
 
     def changed(*factors: float) -> UpdateDescription:
@@ -313,7 +313,7 @@ def test_what_each_side_does_to_its_gradients_after_the_backward_passes_is_told(
     told = f"After the backward passes the baseline multiplies its gradients by {ours} and the target by {theirs}"
     found = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, theirs)], {})
     assert any(each.startswith(told) for each in found.sentences), found.sentences
-    # Without one factor there is none to tell.
+    # Without one factor there is none to report.
     mixed = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, 3 * theirs)], {})
     assert not any("After the backward passes" in each for each in mixed.sentences)
 

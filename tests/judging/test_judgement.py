@@ -97,7 +97,7 @@ def test_a_result_that_differs_while_nothing_is_named_is_the_first_sentence() ->
     assert verdict.text.startswith(verdict.findings.unexplained[0]), verdict.text
 
 
-def test_a_difference_that_another_run_does_not_have_is_told_as_such() -> None:
+def test_a_difference_that_another_run_lacks_is_reported_as_such() -> None:
     verdict, runs = verdict_of(
         (taps(c=0.2), 0.2), (taps("grafted"), 0.0), frames={"without grafts again": (taps(), 0.0)}
     )

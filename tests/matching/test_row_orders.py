@@ -472,7 +472,7 @@ def test_a_row_with_different_values_in_its_place_does_not_show_another_order() 
         ([2, 3, 0, 1], (2, 2), "4 rows are the rows of 2 x 2 in another order"),
     ],
 )
-def test_an_order_of_rows_is_told_in_a_sentence(index: list[int], of: tuple[int, ...], text: str) -> None:
+def test_an_order_of_rows_is_described_in_a_sentence(index: list[int], of: tuple[int, ...], text: str) -> None:
     order = RowOrder(((), 0), ((), 0), of, (len(index),), np.array(index), ("mine", "theirs"))
     assert order.text == f"{text}, found at mine and theirs"
 

@@ -450,7 +450,7 @@ def test_two_orders_of_heads_in_one_attention_are_a_mistake(name: str) -> None:
     assert re.search(sentence, match.problems[0]), match.problems
 
 
-def test_heads_of_two_sizes_in_one_attention_are_a_mistake_unless_one_divides_the_other() -> None:
+def test_heads_of_two_sizes_are_a_mistake_unless_one_divides_the_other() -> None:
     def match(size: int) -> gl.WeightMatch:
         sizes = {"q": 16, "k": 16, "v": size, "o": size}
         orders: Orders = {role: partial(in_heads, head=head) for role, head in sizes.items()}

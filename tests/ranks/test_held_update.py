@@ -138,7 +138,7 @@ class Watched:
         self.removed += 1
 
 
-def test_a_step_that_calls_the_model_is_described_without_being_made_and_watched_while_it_runs(
+def test_a_step_that_calls_the_model_is_described_unmade_and_watched_while_it_runs(
     model: nn.Linear,
 ) -> None:
     optimizer, steps, watched = torch.optim.SGD(model.parameters(), 1.0), [0], list[Any]()
