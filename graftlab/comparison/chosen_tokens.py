@@ -116,7 +116,7 @@ def _of_row(row: int, logits: Tensor, others: Tensor, baseline: int, target: int
 def sentence_on(tokens: Sequence[ChosenToken], number: int, model: str) -> str:
     """A sentence on the choice of tokens before call ``number``, of a model of this class."""
     wrong = [each for each in tokens if not each.is_tie]
-    shown = wrong or list(tokens)
+    shown = wrong or tokens
     rows = ", ".join(each.text for each in shown[:_MOST_SHOWN])
     more = f" and {counted(len(shown) - _MOST_SHOWN, 'more row')}" if len(shown) > _MOST_SHOWN else ""
     begins = f"Before call {number}, of {model}, the tokens differ in {rows}{more}"

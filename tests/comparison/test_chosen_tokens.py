@@ -96,6 +96,13 @@ def test_one_token_without_a_tie_is_reported_before_those_with_one() -> None:
     assert "near tie" not in said
 
 
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (4, " and 1 more row,"), (6, " and 3 more rows,")])
+def test_of_many_rows_the_first_are_named_and_the_others_counted(count: int, more: str) -> None:
+    said = sentence_on([ChosenToken(row, 1, 2, 0.0, 1.0, True) for row in range(count)], 4, "Model")
+    assert said.count("on the baseline") == 3
+    assert (more in said) if more else ("more row" not in said)
+
+
 @pytest.mark.parametrize("case", ["sampled", "earlier", "shapes", "no logits", "equal"])
 def test_whole_numbers_that_are_not_choices_of_the_largest_logit_are_ignored(case: str) -> None:
     ours = logits(4.0 - 1e-6)

@@ -258,9 +258,14 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
     draw = torch.Generator().manual_seed(0)
     left = torch.randn(64, generator=draw)
     read = left * 0.37 if clipped else left
-    rows = [row("w", 0, read, read)]
+    zero = torch.zeros(64)
+    rows = [row("w", 0, read, read), {**row("z", 0, read, read), **dict.fromkeys(("std_baseline", "std_target"), 0.0)}]
+    rows[1] |= dict.fromkeys(("mean_baseline", "mean_target"), 0.0)
     ours, theirs = (
-        replace(description({"w": read}), accumulated={"w": TensorSample.of(each)}) for each in (left, of_loss * left)
+        replace(
+            description({"w": read, "z": zero}), accumulated={"w": TensorSample.of(each), "z": TensorSample.of(zero)}
+        )
+        for each in (left, of_loss * left)
     )
     for found in (judge_gradients(rows, [ours], [theirs], {}), judge_gradients(rows, [theirs], [ours], {})):
         assert bool(found.sentences) == is_alarm
@@ -303,6 +308,59 @@ def test_losses_that_weight_micro_batches_differently_are_distinguished() -> Non
         theirs = replace(description({"w": whole.flip(0)}), of_results=samples)
         found = judge_gradients([row("w", 0, whole, whole.flip(0))], [ours], [theirs], {})
         assert sum(told in each for each in found.sentences) == 1
+
+
+def drawn(seed: int) -> torch.Tensor:
+    return torch.randn(64, generator=torch.Generator().manual_seed(seed))
+
+
+def samples(**tensors: torch.Tensor) -> dict[str, TensorSample]:
+    return {name: TensorSample.of(tensor) for name, tensor in tensors.items()}
+
+
+def test_of_several_gradients_that_differ_the_furthest_comes_first() -> None:
+    wrong = {"a": 0.01, "b": 0.3, "c": 0.1}
+    ours = {name: drawn(number) for number, name in enumerate(wrong)}
+    theirs = {name: ours[name] + size * drawn(9) for name, size in wrong.items()}
+    rows = [row(name, 0, ours[name], theirs[name]) for name in ours]
+    (said, *_) = judge_gradients(rows, [description(ours)], [description(theirs)], {}).sentences
+    assert [said.index(f" {name} (") for name in ("b", "c", "a")] == sorted(said.index(f" {n} (") for n in "abc")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0.25, 0.5), (0.5, 0.25)])
+def test_each_sides_factor_after_its_backward_passes_is_reported(ours: float, theirs: float) -> None:
+    whole = {"a": drawn(0), "b": drawn(1)}
+
+    def changed(*factors: float) -> UpdateDescription:
+        gradients = {name: factor * whole[name] for name, factor in zip(whole, factors, strict=True)}
+        return replace(description(gradients), accumulated=samples(**whole))
+
+    rows = [row(name, 0, ours * each, theirs * each) for name, each in whole.items()]
+    told = f"After the backward passes the baseline multiplies its gradients by {ours} and the target by {theirs}"
+    found = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, theirs)], {})
+    assert any(each.startswith(told) for each in found.sentences), found.sentences
+    # Without one factor there is none to report.
+    mixed = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, 3 * theirs)], {})
+    assert not any("After the backward passes" in each for each in mixed.sentences)
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ((2.0, 2.0), "gives the model's results gradients that are 2 times the baseline's"),
+        ((1.0, 1.0), "gives the model's results agree."),
+        ((2.0, 3.0), "gives the model's results differ (rel_l2 1)"),
+        ((3.0, 2.0), "gives the model's results differ (rel_l2 2)"),
+        ((-1.0, -1.0), "gives the model's results differ (rel_l2 2)"),
+    ],
+)
+def test_gradients_of_results_differ_by_one_factor_or_by_more(factors: tuple[float, float], said: str) -> None:
+    whole, results = drawn(0), {"x": drawn(1), "y": drawn(2)}
+    ours = replace(description({"w": whole}), of_results=samples(**results))
+    scaled = {name: factor * results[name] for name, factor in zip(results, factors, strict=True)}
+    theirs = replace(description({"w": 1.5 * whole}), of_results=samples(**scaled))
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    assert any(said in each for each in found.sentences), found.sentences
 
 
 # ---- what differs before an update ----------------------------------------------------------------------------------
