@@ -44,16 +44,14 @@ def other_roles(pairs: Sequence[Pair]) -> list[Contradiction]:
     of_whole: dict[tuple[str, str], set[str]] = defaultdict(set)
     for pair in pairs:
         if pair.layout.leaves_out:
-            outer, inner = (pair.baseline, pair.target) if pair.whole == "baseline" else (pair.target, pair.baseline)
-            of_whole[pair.whole, outer].add(inner)
+            of_whole[pair.whole, pair.outer].add(pair.inner)
 
     def is_part(pair: Pair) -> bool:
         """Whether the whole has several parts, so that its name can be the role of only one of them."""
-        outer = pair.baseline if pair.whole == "baseline" else pair.target
         return (
             bool(pair.layout.leaves_out)
             and (pair.baseline, pair.target) not in parts
-            and len(of_whole[pair.whole, outer]) > 1
+            and len(of_whole[pair.whole, pair.outer]) > 1
         )
 
     found = [mixed for pair in pairs if not is_part(pair) and (mixed := _other_role(pair, parts)) is not None]
@@ -75,10 +73,9 @@ def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]
     """The role of each pair's part in a fused parameter, known from the order of the parts."""
     fused: dict[str, list[tuple[float, Pair]]] = defaultdict(list)
     for pair in pairs:
-        outer = pair.baseline if pair.whole == "baseline" else pair.target
-        if pair.layout.steps and isinstance(pair.layout.steps[0], Part) and fused_roles(outer):
+        if pair.layout.steps and isinstance(pair.layout.steps[0], Part) and fused_roles(pair.outer):
             part = pair.layout.steps[0]
-            fused[outer].append((sum(part.of[: part.index]) / sum(part.of), pair))
+            fused[pair.outer].append((sum(part.of[: part.index]) / sum(part.of), pair))
     roles: dict[tuple[str, str], tuple[str, str]] = {}
     for outer, parts in fused.items():
         starts = sorted({start for start, _ in parts})

@@ -63,15 +63,14 @@ def odd_heads(
     """
     modules: dict[tuple[str, str], dict[str, _Heads]] = defaultdict(dict)
     for pair in pairs:
-        fused, part = (target, pair.baseline) if pair.whole == "target" else (baseline, pair.target)
-        role = role_of(part, "attention")
+        role = role_of(pair.inner, "attention")
         if role is None or pair.target in odd:
             continue
-        outer = fused[pair.target if pair.whole == "target" else pair.baseline]
+        outer = (target if pair.whole == "target" else baseline)[pair.outer]
         order = _order(pair, outer.shape, columns=role[1] == "o")
         if order is not None:
             own = module_of(pair.target) if pair.whole == "target" else module_of(module_of(pair.target))
-            modules[own, last_role(part) or ""][role[1]] = _Heads(pair, order, _head_size(order))
+            modules[own, last_role(pair.inner) or ""][role[1]] = _Heads(pair, order, _head_size(order))
     problems = []
     for roles in modules.values():
         sizes: dict[int, str] = {}

@@ -298,7 +298,7 @@ class Matcher:
             if any(pair.whole != whole or not pair.layout.leaves_out for pair in known):
                 continue
             gap = uncovered((pair.layout for pair in known), outer.shape)
-            have = {pair.baseline if whole == "target" else pair.target for pair in known}
+            have = {pair.inner for pair in known}
             at = others[next(iter(have))].order
             # Parts of one whole come from one pass. Where sequences grow, other passes have the same values.
             calls = {call_of(each) for each in have}
@@ -324,9 +324,7 @@ class Matcher:
         if count != len(self.pairs):
             # A tap without a partner of equal size is more likely to consist of parts.
             alone = {tap.name for tap in self.left(whole)} | {
-                pair.baseline if whole == "baseline" else pair.target
-                for pair in self.pairs
-                if pair.layout.steps and pair.layout.leaves_out
+                getattr(pair, whole) for pair in self.pairs if pair.layout.steps and pair.layout.leaves_out
             }
             self._alone[whole] = len(self.pairs), alone
         count, outer = self._wholes.get((whole, numel), (-1, []))

@@ -83,10 +83,9 @@ def _in_groups(pairs: Sequence[Pair]) -> dict[tuple[str, int], list[str]]:
     """Fused parameters whose parts alternate by groups, with the number of groups, and the parts."""
     found: dict[tuple[str, int], list[str]] = defaultdict(list)
     for pair in pairs:
-        outer, inner = (pair.baseline, pair.target) if pair.whole == "baseline" else (pair.target, pair.baseline)
         for step in pair.layout.steps:
             if isinstance(step, Part) and step.groups > 1:
-                found[outer, step.groups].append(inner)
+                found[pair.outer, step.groups].append(pair.inner)
     return found
 
 

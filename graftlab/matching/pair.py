@@ -40,6 +40,16 @@ class Pair:
     note: str = ""
 
     @property
+    def outer(self) -> str:
+        """The tap with the whole."""
+        return self.baseline if self.whole == "baseline" else self.target
+
+    @property
+    def inner(self) -> str:
+        """The tap that the layout takes out of the whole."""
+        return self.target if self.whole == "baseline" else self.baseline
+
+    @property
     def by_value(self) -> bool:
         """Whether the values match, so that a graft may rely on the pair."""
         return self.sureness in ("exact", "near", "confirmed")

@@ -65,17 +65,17 @@ class CodeEditor(widgets.VBox):  # type: ignore[misc]
 
     # --- for the caller --------------------------------------------------------------
 
-    def on_submit(self, callback: Callable[[str, str], object], remove: bool = False) -> None:
+    def on_submit(self, callback: Callable[[str, str], object]) -> None:
         """Call ``callback(text, action)`` with each submit: a key in the editor, or an answer to :meth:`submit`."""
-        _register(self._on_submit, callback, remove)
+        self._on_submit.append(callback)
 
-    def on_change(self, callback: Callable[[str], object], remove: bool = False) -> None:
+    def on_change(self, callback: Callable[[str], object]) -> None:
         """Call ``callback(text)`` when the person has changed the text.
 
         Not for every key: CodeMirror waits for a pause of 300 ms, the text area for the kernel. The last text always
         arrives. A submit with a new text calls this first. :meth:`set_text` does not call it.
         """
-        _register(self._on_change, callback, remove)
+        self._on_change.append(callback)
 
     def submit(self, action: str = "apply") -> None:
         """Ask the browser for its text; the ``on_submit`` callbacks get it, with ``action``. For buttons.
@@ -142,13 +142,6 @@ class CodeEditor(widgets.VBox):  # type: ignore[misc]
                 logger.exception("a callback of the code editor failed")
                 name = getattr(callback, "__name__", repr(callback))
                 self.show_error(f"{name} failed: {type(error).__name__}: {error}")
-
-
-def _register(callbacks: list[Any], callback: Any, remove: bool) -> None:
-    if not remove:
-        callbacks.append(callback)
-    elif callback in callbacks:
-        callbacks.remove(callback)
 
 
 class CodeMirrorEditor(CodeEditor):

@@ -7,6 +7,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
+from graftlab.base.text import counted
 from graftlab.control.core import internals_of
 from graftlab.control.plans import Action
 from graftlab.plan.plan import FILTERS, GraftPlan
@@ -109,7 +110,7 @@ def plan_html(plan: GraftPlan) -> str:
     transforms = [f"transform {code(spec.described)}" for spec in plan.transforms]
     parts = [*(filters or ["no filters"]), *(transforms or [f"transform {code('default')}"])]
     if plan.rename:
-        parts.append(f"{len(plan.rename)} renames" if len(plan.rename) > 1 else "1 rename")
+        parts.append(counted(len(plan.rename), "rename"))
     if plan.pairs:
-        parts.append(f"{len(plan.pairs)} pairs" if len(plan.pairs) > 1 else "1 pair")
+        parts.append(counted(len(plan.pairs), "pair"))
     return f'<span class="plan"><b>{plan.version}</b> {" · ".join(parts)}</span>'

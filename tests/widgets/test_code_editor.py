@@ -207,16 +207,6 @@ def test_a_failing_callback_is_shown_and_the_others_run(screen: EditorScreen, ca
     assert "a callback of the code editor failed" in caplog.text
 
 
-def test_a_removed_callback_is_not_called(screen: EditorScreen) -> None:
-    told: list[str] = []
-    screen.editor.on_change(told.append)
-    screen.editor.on_change(told.append, remove=True)
-    screen.editor.on_change(told.append, remove=True)  # as in ipywidgets, no error
-    screen.page.type("x")
-    screen.browser.kernel_works()
-    assert told == []
-
-
 def test_the_error_is_shown_with_its_line_until_it_is_cleared_or_the_text_replaced(screen: EditorScreen) -> None:
     screen.editor.show_error("name 'x' is not defined", 1)
     assert screen.page.error.replace("&#x27;", "'") == "line 1: name 'x' is not defined"
