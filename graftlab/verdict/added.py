@@ -131,9 +131,11 @@ def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as dicts, with None for missing values."""
     # Through one array, since iterating over a frame of fifty columns takes as long as a run of a small model.
+    if not len(frame):
+        return []
     columns = [str(column) for column in frame.columns]
     cells = frame.to_numpy(dtype=object, copy=True)
-    cells[frame.isna().to_numpy()] = None
+    cells[pd.isna(cells)] = None
     return [dict(zip(columns, row, strict=True)) for row in cells.tolist()]
 
 
@@ -249,26 +251,10 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
             "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
             "its forward pass."
         )
-    for status, meaning in (
-        ("failed", "could not be compared (the transform failed)"),
-        ("timeout", "did not arrive in time"),
-    ):
-        rows = frame[frame["status"] == status]
-        if len(rows):
-            sentences.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
-    for status, side in itertools.product(("missing", "unmatched"), ("target", "baseline")):
-        rows = frame[(frame["status"] == status) & (frame["side"] == side)]
-        gradients = rows[[kind_of(tags) == "grad" for tags in rows["tags"]]]
-        if len(gradients):
-            sentences.append(_one_sided_gradients(gradients, side))
-        others = rows.drop(gradients.index)
-        more = in_more_calls(frame, others)
-        others = others.drop(more.index)
-        if len(more):
-            sentences.append(f"{_taps(more['name'])}: {_of_its_calls(frame, more)} on the {side} only.")
-        if len(others):
-            only = _be(others, f"is on the {side} only")
-            sentences.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
+    # Most often every row was measured, and to select rows takes longer than to look for some.
+    left = frame[~frame["status"].isin(MEASURED)]
+    if len(left):
+        sentences += _unmeasured(frame, left)
     measured = frame[frame["status"].isin(MEASURED)]
     empty = measured[measured["rel_l2"].isna()]
     if len(empty):
@@ -313,6 +299,32 @@ def _of_its_calls(frame: pd.DataFrame, more: pd.DataFrame) -> str:
         for rows in (more, frame[frame["status"].isin(MEASURED)])
     )
     return f"{alone} of {alone + paired} calls {'is' if alone == 1 else 'are'}"
+
+
+def _unmeasured(frame: pd.DataFrame, left: pd.DataFrame) -> list[str]:
+    """Sentences on ``left``, the rows of the frame without statistics."""
+    sentences = []
+    for status, meaning in (
+        ("failed", "could not be compared (the transform failed)"),
+        ("timeout", "did not arrive in time"),
+    ):
+        rows = left[left["status"] == status]
+        if len(rows):
+            sentences.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
+    for status, side in itertools.product(("missing", "unmatched"), ("target", "baseline")):
+        rows = left[(left["status"] == status) & (left["side"] == side)]
+        gradients = rows[[kind_of(tags) == "grad" for tags in rows["tags"]]]
+        if len(gradients):
+            sentences.append(_one_sided_gradients(gradients, side))
+        others = rows.drop(gradients.index)
+        more = in_more_calls(frame, others)
+        others = others.drop(more.index)
+        if len(more):
+            sentences.append(f"{_taps(more['name'])}: {_of_its_calls(frame, more)} on the {side} only.")
+        if len(others):
+            only = _be(others, f"is on the {side} only")
+            sentences.append(f"{_taps(others['name'])} {only}{_first_error(others)}.")
+    return sentences
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:
