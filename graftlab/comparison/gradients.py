@@ -113,7 +113,7 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     ]
     what = "backward passes leave gradients"
     if not left:
-        left, what = _common_results(baseline, target), "loss gives the model's results gradients"
+        left, what = [*_common_results(baseline, target).values()], "loss gives the model's results gradients"
     times = _factor_of_all(left, baseline.scale / target.scale)
     if times is None or abs(times - 1) <= _SUM:
         return None
@@ -300,7 +300,7 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline, target[0]
-    for one, other in _common_results(ours, theirs)[:1]:
+    for one, other in [*_common_results(ours, theirs).values()][:1]:
         factor = _factor_of_loss(ours, theirs)
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
@@ -309,7 +309,7 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
                 "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
             )
         elif factor is None:
-            sentences.append(_of_differing_loss(_common_results(ours, theirs), ours.scale / theirs.scale))
+            sentences.append(_of_differing_loss(ours, theirs))
         else:
             sentences.append("The gradients that the loss gives the model's results agree.")
     if ours.calls != theirs.calls:
@@ -326,28 +326,34 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
     return sentences
 
 
-def _of_differing_loss(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> str:
+def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -> str:
     """A sentence on results that the losses give gradients without a common factor."""
-    factors = [None if (found := _factor(one, other)) is None else found * times for one, other in pairs]
-    if None not in factors:
-        listed = first_of([f"{factor:.4g}" for factor in factors], _SHOWN)
+    pairs, times = _common_results(baseline, target), baseline.scale / target.scale
+    factors = {place: _factor(one, other) for place, (one, other) in pairs.items()}
+    known = {place: factor * times for place, factor in factors.items() if factor is not None}
+    if len(known) == len(factors):
+        listed = first_of([f"{factor:.4g} ({place})" for place, factor in known.items()], _SHOWN)
         return (
-            f"The loss gives the model's results gradients that are {listed} times the baseline's, in this order: the "
-            "losses of the micro-batches are weighted differently."
+            f"The loss gives the model's results gradients that are {listed} times the baseline's: micro-batches or "
+            "terms of the loss are weighted differently."
         )
-    most = f"rel_l2 {max(_distance(one.values, other.values) for one, other in pairs):.2g}"
+    most = f"rel_l2 {max(_distance(one.values, other.values) for one, other in pairs.values()):.2g}"
     return f"The gradients that the loss gives the model's results differ ({most}): the loss or its labels differ."
 
 
-def _common_results(baseline: UpdateDescription, target: UpdateDescription) -> list[tuple[TensorSample, TensorSample]]:
-    """The gradients of those results that both sides have in the same shape."""
-    pairs = [(sample, target.of_results.get(place)) for place, sample in baseline.of_results.items()]
-    return [(one, other) for one, other in pairs if other is not None and one.shape == other.shape]
+def _common_results(
+    baseline: UpdateDescription, target: UpdateDescription
+) -> dict[str, tuple[TensorSample, TensorSample]]:
+    """The gradients of those results that both sides have in the same shape, by their place."""
+    pairs = {place: (sample, target.of_results.get(place)) for place, sample in baseline.of_results.items()}
+    return {
+        place: (one, other) for place, (one, other) in pairs.items() if other is not None and one.shape == other.shape
+    }
 
 
 def _factor_of_loss(baseline: UpdateDescription, target: UpdateDescription) -> float | None:
     """The factor between both losses' gradients of the results, without scalers; None if there is none."""
-    return _factor_of_all(_common_results(baseline, target), baseline.scale / target.scale)
+    return _factor_of_all([*_common_results(baseline, target).values()], baseline.scale / target.scale)
 
 
 def _factor_of_all(pairs: Sequence[tuple[TensorSample, TensorSample]], times: float) -> float | None:

@@ -297,11 +297,7 @@ def test_losses_that_weight_micro_batches_differently_are_distinguished() -> Non
     whole, first, second = (torch.randn(64, generator=draw) for _ in range(3))
     ours = replace(description({"w": whole}), of_results={"1": TensorSample.of(first), "2": TensorSample.of(second)})
     for factor, other, told in (
-        (
-            2.0,
-            second,
-            "gradients that are 1, 2 times the baseline's, in this order: the losses of the micro-batches",
-        ),
+        (2.0, second, "gradients that are 1 (1), 2 (2) times the baseline's: micro-batches or terms of the loss"),
         (1.0, second.flip(0), "differ (rel_l2 1."),
     ):
         samples = {"1": TensorSample.of(first), "2": TensorSample.of(factor * other)}
@@ -349,8 +345,8 @@ def test_each_sides_factor_after_its_backward_passes_is_reported(ours: float, th
     [
         ((2.0, 2.0), "gives the model's results gradients that are 2 times the baseline's"),
         ((1.0, 1.0), "gives the model's results agree."),
-        ((2.0, 3.0), "gives the model's results differ (rel_l2 1)"),
-        ((3.0, 2.0), "gives the model's results differ (rel_l2 2)"),
+        ((2.0, 3.0), "gradients that are 2 (x), 3 (y) times the baseline's: micro-batches or terms"),
+        ((3.0, 2.0), "gradients that are 3 (x), 2 (y) times the baseline's: micro-batches or terms"),
         ((-1.0, -1.0), "gives the model's results differ (rel_l2 2)"),
     ],
 )
