@@ -372,7 +372,7 @@ def _kind(source: object) -> object:
     """The properties of a source that a plan depends on."""
     if isinstance(source, Tensor):
         return source.shape, source.dtype, source.device
-    return None if source is None else type(source)
+    return type(source)
 
 
 def _head_for(source: object, head: Tensor) -> Tensor:

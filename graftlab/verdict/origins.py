@@ -319,7 +319,7 @@ def _behind(tap: str) -> tuple[str, str]:
 def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
     # By to_dict("records"), which makes a column of each of fifty columns, this takes ten times as long.
     columns = [str(column) for column in frame.columns]
-    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(dtype=object).tolist()]
+    return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy().tolist()]
 
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:

@@ -359,6 +359,16 @@ def test_gradients_of_results_differ_by_one_factor_or_by_more(factors: tuple[flo
     assert any(said in each for each in found.sentences), found.sentences
 
 
+def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
+    whole, axes = drawn(0), torch.eye(4)
+    ours, theirs = (
+        replace(description({"w": scale * whole}), of_results=samples(x=axis))
+        for scale, axis in ((1.0, axes[0]), (1.5, axes[1]))
+    )
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    assert any("gives the model's results differ (rel_l2 1.4)" in each for each in found.sentences), found.sentences
+
+
 # ---- what differs before an update ----------------------------------------------------------------------------------
 
 

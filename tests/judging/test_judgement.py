@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import pytest
 from kit.rows import row
 
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
+from graftlab.judging import judgement
 from graftlab.judging.judgement import Judgement
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
@@ -65,6 +67,10 @@ class Runs(VerdictRuns):
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         return []
+
+    def return_weights(self) -> None:
+        self.made.append("weights returned")
+        super().return_weights()
 
     def target_against_itself(self) -> list[str]:
         self.made.append("target")
@@ -157,3 +163,13 @@ def test_the_tap_that_adds_an_error_is_named_beside_weights_that_differ() -> Non
     assert [*found.weights] == ["w"]
     assert not found.weights_lent
     assert "The weights already differ: w" in verdict.text
+
+
+def test_partial_sums_are_left_out_of_new_runs_from_the_targets_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judgement, "partial_sums", lambda runs, grafted: {"b": ["b"]})
+    runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: (taps("grafted"), 0.0)})
+    runs.shows_module_inputs = True
+    verdict = Judgement(runs).verdict()
+    assert runs.made == [PLAIN, GRAFTED, "weights returned", PLAIN, GRAFTED, "target"]
+    assert "fullmatch('b', name)" in str(runs.changes(RunFilters(compare="True"))["compare"])
+    assert any("b" in each for each in verdict.findings.unseen), verdict.findings.unseen
