@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from graftlab.base.tags import identity
 from graftlab.base.world import Place
 from graftlab.grafting import decisions as module
 from graftlab.grafting.decisions import Addresses, Decisions, PairedTaps, TapLookup, all_tags, recompute_status
+from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import Action, GraftPlan
 
 BASELINE, TARGET = Place("baseline", 0, 1, 2), Place("target", 1, 2, 1)
@@ -219,6 +221,20 @@ def test_plans_that_differ_only_in_filters_share_the_pairs_of_taps(monkeypatch: 
         found = made(taps=taps, rename={"target": {"h": name}}).of(asked(layer=3))
         assert found is not None
         assert (found.name, found.tags["name"]) == (name, name)
+    for partner in ("a", "b"):
+        found = made(taps=taps, pairs=(PairRule(partner, "h"),)).of(asked(layer=3))
+        assert found is not None
+        assert found.pairing is not None
+        assert found.pairing.baseline_name == partner
+
+
+def test_a_tensor_that_was_given_as_a_tag_is_not_kept_alive() -> None:
+    taps = PairedTaps(TARGET, lambda tags: None, lambda name, what: None)
+    value = torch.ones(2)
+    gone = weakref.ref(value)
+    assert made(taps=taps).of(asked(mask=value)) is not None
+    del value
+    assert gone() is None
 
 
 # ---- what is seen ---------------------------------------------------------------------------------------------------
@@ -234,6 +250,18 @@ def test_each_tag_set_is_reported_once_under_any_plan() -> None:
     own = {"dtype": "torch.float16"}
     tags = {"name": "h", "step": 0, "side": "target", "rank": 1, "recompute_status": "original"}
     assert reported == [{**tags, **own, "layer": 3}, {**tags, **own, "layer": 4}]
+
+
+def test_a_tag_set_is_reported_in_a_recomputation_too() -> None:
+    reported: list[dict[str, Any]] = []
+    decisions = made(taps=paired(reported.append), compare="recompute_status == 'recompute'")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        decisions.of(asked())
+        return x.sin()
+
+    checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert [tags["recompute_status"] for tags in reported] == ["original", "recompute"]
 
 
 def test_a_limited_number_of_tag_sets_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
