@@ -22,7 +22,7 @@ from graftlab.comparison.held_calls import (
 )
 from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function
-from graftlab.errors import ConfigError
+from graftlab.errors import ConfigError, RecordingError
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.judging.compiled_comparison import CompiledComparison
 from graftlab.launching import launch
@@ -77,8 +77,8 @@ def compare(
     repeats the call from the same state: buffers, attributes, caches among the arguments, random numbers.
 
     Returns the verdict, which also has the ``answer`` (``"agree"``, ``"differ"`` or ``"inconclusive"``), the
-    ``session``, which stays open, and the ``match``. Raises :class:`ConfigError` for sides that cannot be compared, and
-    the exceptions of :func:`launch` and :meth:`Session.run`.
+    ``session``, which stays open, and the ``match``. Raises :class:`ConfigError` for sides that cannot be compared,
+    :class:`RecordingError` for a recording without taps, and the exceptions of :func:`launch` and :meth:`Session.run`.
 
     >>> def reference():
     ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
@@ -100,6 +100,8 @@ def compare(
     recorded = isinstance(recording, RecordedSide)
     choice = WatchChoice(include, tuple(functions), inside, params=not recorded)
     side = recording if isinstance(recording, RecordedSide) else 1
+    if isinstance(recording, RecordedSide) and recording.frame.empty:
+        raise RecordingError(f"{recording} has nothing to compare with; record a call of a model that has taps")
     session = launch(baseline=side, target=1, device=device, timeout=timeout, folder=folder)
     try:
         theirs = partial(load_and_hold, target, inputs, choice, backward)

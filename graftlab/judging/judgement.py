@@ -522,7 +522,11 @@ class Judgement:
     def _origins(self, evidence: Evidence, naming: Naming, mechanisms: Mechanisms) -> ErrorOrigins | None:
         """Where the errors of the named values arise; None where the inputs of modules were not examined."""
         named = [group for group in naming.named if group not in naming.inputs and kind_of_group(group) is None]
-        if not (named and self._explains(naming)) or naming.not_repeated or not self._runs.shows_module_inputs:
+        if not (named and self._explains(naming)) or naming.not_repeated:
+            return None
+        if self._runs.recorded:
+            return ErrorOrigins(not_compared=dict.fromkeys(named, ()))
+        if not self._runs.shows_module_inputs:
             return None
         constant = self._runs.request.constant_floor
         if constant is None and not evidence.selves:

@@ -75,7 +75,10 @@ class TapRecorder:
         self._writer.close(self._step + 1, list(self._left_out))
         self._warn_of_error()
         if not self._matches:
-            warn(f"nothing was recorded in {self._folder}: the filter matched no tap that was reached")
+            warn(
+                f"nothing was recorded in {self._folder}: the filter matched no tap that was reached. Outside a "
+                "session, call gl.watch inside gl.record"
+            )
 
     def _record(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> None:
         given = {**dict(calls.ambient.get()), **tags}

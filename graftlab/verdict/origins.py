@@ -172,8 +172,11 @@ class _Search:
         found: list[ErrorOrigin] = []
         left: tuple[str, ...] | None = None
         for name, now in worst.items():
-            tap = self._tap_behind(now)
+            tap = self._tap_behind("target", now)
             if tap is None:
+                # Compiled code shows what modules return, and not what they are given.
+                if not is_right[name] and self._tap_behind("baseline", now) is not None:
+                    left = left or ()
                 continue
             chain = self._chain(tap, now)
             own = chain[0] if chain and chain[0].tap == tap else None
@@ -190,17 +193,17 @@ class _Search:
 
     # ---- the modules around a tap -------------------------------------------------------------------------------
 
-    def _calls_on(self, now: Mapping[str, Any]) -> Mapping[str, ModuleCall]:
-        return self._calls["target"][now["rank"]] if now["rank"] < len(self._calls["target"]) else {}
+    def _calls_on(self, side: Side, now: Mapping[str, Any]) -> Mapping[str, ModuleCall]:
+        return self._calls[side][now["rank"]] if now["rank"] < len(self._calls[side]) else {}
 
-    def _tap_behind(self, now: Mapping[str, Any]) -> str | None:
-        """The tap of the watched module whose output the row shows; None for other taps."""
-        calls = self._calls_on(now)
-        return next((tap for tap, call in calls.items() if call.module in _behind(now["target_name"])), None)
+    def _tap_behind(self, side: Side, now: Mapping[str, Any]) -> str | None:
+        """The side's tap of the watched module whose output the row shows; None for other taps."""
+        calls = self._calls_on(side, now)
+        return next((tap for tap, call in calls.items() if call.module in _behind(now[f"{side}_name"])), None)
 
     def _chain(self, tap: str, now: Mapping[str, Any]) -> list[_ModuleInputs]:
         """The measured inputs of the module behind a tap, and of the modules around it, the innermost first."""
-        calls = self._calls_on(now)
+        calls = self._calls_on("target", now)
         by_module = {call.module: each for each, call in calls.items()}
         chain = []
         for each in (tap, *(by_module[name] for name in calls[tap].within if name in by_module)):
@@ -401,8 +404,9 @@ def sentences_on(origins: ErrorOrigins, stated: Collection[str] = ()) -> list[st
             lines.append(f"{subject} is computed differently{words.between} ({words.right}{_at(origin)}).")
             lines += [words.unsure] if words.unsure else []
     for group, left in origins.not_compared.items():
-        what = f"{_inputs(left)} of {group} was" if left else f"The inputs of {group} were"
-        lines.append(f"{what} not compared: {group} itself may be right, and its input wrong.")
+        module = "a member of the model" if group == "*" else group
+        what = f"{_inputs(left)} of {module} was" if left else f"The inputs of {module} were"
+        lines.append(f"{what} not compared: {module} itself may be right, and its input wrong.")
     return lines
 
 

@@ -482,10 +482,13 @@ def _one_group(findings: Findings, group: str) -> str:
     # A tap's name keeps its case.
     what = what[0].upper() + what[1:] if kind_of_group(group) else what
     is_right = findings.origins is not None and findings.origins.are_right(group)
-    return f"{_clause(findings, what, group, is_right)} ({_details(findings, group)})"
+    may_be_its_input = findings.origins is not None and group in findings.origins.not_compared
+    return f"{_clause(findings, what, group, is_right, may_be_its_input)} ({_details(findings, group)})"
 
 
-def _clause(findings: Findings, subject: str, group: str, is_right: bool = False) -> str:
+def _clause(
+    findings: Findings, subject: str, group: str, is_right: bool = False, may_be_its_input: bool = False
+) -> str:
     """The clause that the subject is wrong, and where in the group."""
     where, verb, copula = _where(findings, group), "differs", "is"
     if subject == "*":
@@ -496,6 +499,8 @@ def _clause(findings: Findings, subject: str, group: str, is_right: bool = False
         where = f" in{where.removeprefix(' and')}" if where.startswith(" and") else where
         if members.startswith(" in members"):
             verb, copula = "differ", "are"
+    if may_be_its_input:
+        subject += " or their inputs" if copula == "are" else " or its input"
     return f"{subject} {verb if is_right else f'{copula} computed differently'}{where}"
 
 

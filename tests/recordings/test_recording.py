@@ -91,9 +91,11 @@ def test_extras_that_are_not_data_are_left_out_with_a_warning(tmp_path: Path) ->
     assert "extras of tap 'x'" in gl.Recording(tmp_path).left_out[0]
 
 
-def test_a_recording_without_taps_warns(tmp_path: Path) -> None:
+def test_a_recording_without_taps_warns_and_is_no_baseline_of_a_comparison(tmp_path: Path) -> None:
     with pytest.warns(gl.GraftWarning, match="nothing was recorded"), gl.record(tmp_path, filter="name == 'other'"):
         gl.tap("x", torch.ones(1))
+    with pytest.raises(gl.RecordingError, match=r"0 taps, .* has nothing to compare with"):
+        gl.compare(tmp_path, torch.nn.Identity, torch.ones(1))
 
 
 def test_a_changed_tensor_names_its_tap(tmp_path: Path) -> None:

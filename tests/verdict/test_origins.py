@@ -45,6 +45,7 @@ def origins(
     of: Sequence[str] = ("attn.o",),
     calls: dict[str, ModuleCall] = CALLS,
     added: Mapping[str, float] = {},
+    on_target: Mapping[str, ModuleCall] | None = None,
 ) -> ErrorOrigins:
     """The origins of taps that all differ in the verdict's first run."""
     rows, again, frame = [], [], []
@@ -66,7 +67,7 @@ def origins(
             if tap.argument is None:
                 frame.append({**again[-1], "ratio": 10.0 - tap.occurrence})
     tables = [pd.DataFrame(each) for each in (frame, rows, again)]
-    both: Any = {"baseline": [calls], "target": [calls]}
+    both: Any = {"baseline": [calls], "target": [calls if on_target is None else on_target]}
     return find_origins(tables[0], of, tables[1], tables[2], both, THRESHOLD)
 
 
@@ -243,6 +244,15 @@ def test_groups_with_one_origin_share_its_sentence() -> None:
     assert not shared_origin(ErrorOrigins((first, first)), ["attn.o", "attn.v"])
     assert not shared_origin(ErrorOrigins((replace(first, is_itself=True),)), ["attn.o"])
     assert not shared_origin(ErrorOrigins((first, replace(second, tensors=frozenset({2})))), ["attn.o", "attn.v"])
+
+
+def test_a_module_of_compiled_code_may_be_right() -> None:
+    # Its output is a tap, and its inputs are not.
+    found = origins(Tap("q", 0.5), Tap("attn.o", 9.0), on_target={})
+    assert (found.found, dict(found.not_compared)) == ((), {"attn.o": ()})
+    # A tap that is no module's output has no inputs, and one that agrees is not in doubt.
+    assert origins(Tap("attn.o", 9.0), calls={}) == ErrorOrigins()
+    assert origins(Tap("attn.o", 0.5), on_target={}) == ErrorOrigins()
 
 
 def test_inputs_that_were_not_compared_are_named() -> None:

@@ -14,6 +14,7 @@ from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
 
 
@@ -121,6 +122,22 @@ def test_members_of_a_model_that_is_a_list_are_named_without_a_star() -> None:
     assert said(*gradient).startswith(
         "The gradient of the model's members is computed differently in member 1 of 0-2 ("
     )
+
+
+def test_a_module_whose_inputs_were_not_compared_is_named_with_its_input() -> None:
+    def text(*taps: dict[str, Any], of: str) -> str:
+        frame = pd.DataFrame(list(taps), columns=list(COLUMNS))
+        return text_of(Findings(frame, 5.0, 1, origins=ErrorOrigins(not_compared={of: ()})))
+
+    taps = [tap(f"h.{layer}.mlp", 900.0 if layer == 1 else 1.0) for layer in range(3)]
+    found = text(*taps, of="h.*.mlp")
+    assert found.startswith("h.*.mlp or its input is computed differently in layer 1 of 0-2 (")
+    assert "The inputs of h.*.mlp were not compared: h.*.mlp itself may be right, and its input wrong." in found
+    assert text(*taps, of="other").startswith("h.*.mlp is computed differently")
+    members = [tap(str(n), 900.0 if n in (1, 2) else 1.0) for n in range(4)]
+    found = text(*members, of="*")
+    assert found.startswith("The model's members 1-2 of 0-3 or their inputs are computed differently (")
+    assert "The inputs of a member of the model were not compared" in found
 
 
 def test_members_of_a_list_are_not_layers() -> None:
