@@ -38,6 +38,9 @@ ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/lab")
 # Where the notebook of the page in front is, as JupyterLab's own code would reach it.
 SESSION = "window.jupyterapp?.shell.currentWidget?.sessionContext"
 
+# The texts of the notebook's outputs.
+OUTPUTS = "[...document.querySelectorAll('.jp-OutputArea-output')].map(each => each.textContent)"
+
 # Whether a kernel has done it in time, and without an exception.
 EXECUTE = """async ([id, code, limit]) => {
     const connection = window.jupyterapp.serviceManager.kernels.connectTo({ model: { id, name: 'python3' } });
@@ -187,12 +190,21 @@ class Lab:
         self.use_theme("JupyterLab Light")
 
     def reload(self) -> None:
-        """Load the page anew, with what was saved of the notebook; the kernel continues."""
+        """Load the page anew, with what was saved of the notebook; the kernel continues.
+
+        JupyterLab waits two seconds for a widget's state, and then shows an error in its place for good. On a busy
+        machine that is too short, so the page is loaded again, as a person would.
+        """
         self.command("docmanager:save")
         name = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
-        # Without the saved layout, which would open the notebook as well, some time later.
-        self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
-        self.wait_idle()
+        for _ in range(3):
+            self.console_errors.clear()
+            # Without the saved layout, which would open the notebook as well, some time later.
+            self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
+            self.wait_idle()
+            self.page.wait_for_function(f"() => {OUTPUTS}.length > 0 && !{OUTPUTS}.includes('Loading widget...')")
+            if not any("model not found" in text for text in self.page.evaluate(f"() => {OUTPUTS}")):
+                return
 
     def notebook_path(self) -> Path:
         """Where the notebook in front lies."""
