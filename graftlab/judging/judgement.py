@@ -207,7 +207,8 @@ class Judgement:
         if self._explains(naming):
             # Runs for each group alone, for all together, for the place of their errors, and for hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
-        unexplained, without_output, written = self._unexplained(evidence, naming)
+        has_taps = bool(split) or len(evidence.compared) > 0
+        unexplained, without_output, written = self._unexplained(evidence, naming, has_taps=has_taps)
         if naming.clears and not naming.target_not_repeated:
             nothing_read: list[str] = []
             read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
@@ -474,7 +475,9 @@ class Judgement:
 
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
-    def _unexplained(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str], list[str]]:
+    def _unexplained(
+        self, evidence: Evidence, naming: Naming, *, has_taps: bool
+    ) -> tuple[list[str], list[str], list[str]]:
         """Sentences on unexplained differences, an output that was not compared, and state that the calls write."""
         if naming.not_repeated:
             return [], [], []
@@ -510,7 +513,8 @@ class Judgement:
                 if again is not None:
                     unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
-            without_output += [] if unexplained else differences.whole_numbers_alone()
+            if has_taps and not unexplained:
+                without_output += differences.whole_numbers_alone()
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []
