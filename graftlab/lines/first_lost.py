@@ -554,9 +554,9 @@ class _Side:
 
     def _overwrites(self, operation: TracedOperation) -> bool:
         """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
-        return (
-            operation.name.endswith("_") and bool(operation.inputs) and all(map(self._is_constant, operation.outputs))
-        )
+        # From torch 2.15 on, the constant of an assignment is a number, no tensor that the operation reads.
+        writes = operation.name == "fill_" or (operation.name.endswith("_") and bool(operation.inputs))
+        return writes and all(map(self._is_constant, operation.outputs))
 
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
         # The state of a random number generator is an input, too.

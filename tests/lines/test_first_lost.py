@@ -539,17 +539,21 @@ def test_a_line_is_not_excused_by_noise_of_the_shape_of_its_result() -> None:
 
 
 def test_what_overwrites_a_part_comes_before_what_reads_the_whole() -> None:
-    def dropping(drops: bool) -> Callable[[Tensor], Tensor]:
+    def dropping(drops: str) -> Callable[[Tensor], Tensor]:
         def drop(x: Tensor) -> Tensor:
             y = x.square()
-            if drops:
+            if drops == "by assignment":
                 y[-1] = 0
+            elif drops:
+                y[-1].fill_(0)
             return y.exp()
 
         return drop
 
-    found = compared(dropping(False), dropping(True), WEIGHT)
+    found = compared(dropping(""), dropping("by assignment"), WEIGHT)
     assert sources(found.target)[0] == "y[-1] = 0"
+    found = compared(dropping(""), dropping("by a method"), WEIGHT)
+    assert sources(found.target)[0] == "y[-1].fill_(0)"
 
 
 def test_new_memory_that_is_filled_later_is_no_suspect() -> None:
