@@ -100,7 +100,7 @@ class Repeats:
 
     def match(self) -> Proposal:
         """Pair the taps by value. Raises :class:`MatchError`."""
-        # A call of which some taps are reached before an exception can still be paired.
+        # A call that reaches some taps before its exception can still be paired.
         until_exception = partial(call_until_exception, repeat_call)
         return self.session.match(until_exception, until_exception)
 
@@ -252,7 +252,7 @@ def judge_held_calls(
 def judge_until_exception(
     repeats: Repeats, baseline: Sequence[CallDescription], target: Sequence[CallDescription], choice: JudgingChoice
 ) -> Comparison:
-    """Judge calls of which one side's raises, by the values before its exception.
+    """Judge a call that raises on one side only, by the values before its exception.
 
     Raises :class:`RunError` if both raise.
     """

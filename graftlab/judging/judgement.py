@@ -281,7 +281,7 @@ class Judgement:
                 rounding=rounding,
                 lines=lines,
                 only_returned=bool(split),
-                # The side that raises makes fewer calls, the first of which pair.
+                # The side that raises makes fewer calls, and these pair with the other side's first ones.
                 extra_calls=[]
                 if self._runs.raised is not None
                 else self._attempt(

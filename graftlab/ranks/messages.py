@@ -247,7 +247,7 @@ class RunDone(Message, frozen=True):
     """This rank's work in the run has ended, with a result or a failure."""
 
     run: int
-    # A view of the frame in which it came, of which it is nearly all. It may be large.
+    # A view of nearly the whole frame in which it came. It may be large.
     result: memoryview | None
     failure: Failure | None
 

@@ -619,7 +619,7 @@ def test_the_plan_is_restored_when_the_code_raises(session: gl.Session) -> None:
 
 
 def ends_early(fault: str, side: str) -> torch.Tensor:
-    """Layers of which one has a fault on the target, and the third raises on one side."""
+    """Layers: one has a fault on the target, and the third raises on one side."""
     generator = torch.Generator().manual_seed(0)
     x = gl.tap("input", torch.randn(16, 32, generator=generator))
     for i in range(4):
