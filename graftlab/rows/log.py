@@ -275,8 +275,10 @@ class RowLog:
             return self.count, self._end
 
     def lines_from(self, place: int) -> bytes:
-        """Some whole lines from this place on. Raises :class:`SessionError`."""
+        """Some whole lines from this place on; none when the log now begins after it. Raises :class:`SessionError`."""
         with self._lock:
+            if place < self._places[0]:
+                return b""
             shift, written = self._shift, self._written
             rest = bytes(self._unwritten[max(0, place - written) :])
         found = b""
@@ -307,6 +309,7 @@ class RowLog:
                     break
                 place += len(lines)
                 found += lines[:-1].split(b"\n")
+            # Otherwise rows moved into a file meanwhile, and places may have been those of other lines.
             if self.first == first:
                 return start, found[start - row : max(start, stop) - row]
 

@@ -29,7 +29,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.rows import log, moving, parquet
 from graftlab.rows.encoding import decode, encode
-from graftlab.rows.log import ROWS_FILE, header_line
+from graftlab.rows.log import ROWS_FILE, RowLog, header_line
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import RowStore, to_frame
 from graftlab.rows.tables import table_of_lines
@@ -212,6 +212,27 @@ def test_readers_see_whole_batches_while_rows_arrive_and_move(tmp_path: Path, mo
         reader.join(90)
     assert not faults
     assert len(made.files) > 1
+    made.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_are_read_though_they_move_after_their_place_was_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = RowStore(tmp_path)
+    made.append(lines(0, 30))
+    while made._decode_ahead():
+        pass
+    lines_from = RowLog.lines_from
+
+    def moved_meanwhile(log: RowLog, place: int) -> bytes:
+        monkeypatch.setattr(RowLog, "lines_from", lines_from)
+        assert made._move(6_000)
+        return log.lines_from(place)
+
+    monkeypatch.setattr(RowLog, "lines_from", moved_meanwhile)
+    assert [each.order for each in made.rows(2, 25)] == list(range(2, 25))
+    assert RowLog.lines_from is lines_from
     made.close()
 
 
