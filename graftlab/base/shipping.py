@@ -12,6 +12,7 @@ import functools
 import inspect
 import io
 import logging
+import operator
 import pickle
 import struct
 import sys
@@ -41,8 +42,12 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.sources: dict[str, str] = {}
+        self.packed_before = 0
+        """The bytes of what was pickled before."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _PackedCalls):
+            self.packed_before += len(obj.packed)
         if isinstance(obj, types.FunctionType):
             filename = obj.__code__.co_filename
             source = source_of(filename)
@@ -69,7 +74,36 @@ class _ResultPacker(_Packer):
         return super().reducer_override(obj)
 
 
+class _PackedCalls:
+    """Functions bound to their arguments, pickled together."""
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    def __reduce__(self) -> Any:
+        return _unpack, (self.packed,)
+
+
+class PackedCall:
+    """A function bound to its arguments that was pickled for any number of runs. A rank receives it as a partial."""
+
+    def __init__(self, function: Callable[..., Any], calls: _PackedCalls, index: int) -> None:
+        self.__wrapped__ = function
+        self._calls, self._index = calls, index
+
+    def __call__(self) -> Any:
+        return _unpack(self._calls.packed)[self._index]()
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, (self._calls, self._index)
+
+
 def _pack(value: Any, packer: type[_Packer]) -> bytes:
+    return _pack_and_count(value, packer)[0]
+
+
+def _pack_and_count(value: Any, packer: type[_Packer]) -> tuple[bytes, int]:
+    """The pickled value, and how many of its bytes were pickled before."""
     buffer = io.BytesIO()
     pickler = packer(buffer)
     pickler.dump(value)
@@ -77,7 +111,7 @@ def _pack(value: Any, packer: type[_Packer]) -> bytes:
     # After the value, which may be large: before it, it would have to be copied.
     buffer.write(pickle.dumps(pickler.sources, protocol=pickle.HIGHEST_PROTOCOL))
     buffer.write(_SIZE.pack(size))
-    return buffer.getvalue()
+    return buffer.getvalue(), pickler.packed_before
 
 
 def _unpack(blob: bytes | memoryview) -> Any:
@@ -106,9 +140,25 @@ def pack_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], what: str = "the function"
 ) -> bytes:
     """Pickle a function with its arguments. Raises :class:`ShippingError`, which names an unpicklable part."""
-    parts = [(what, function), *((f"positional argument {index}", arg) for index, arg in enumerate(args))]
-    parts += [(f"argument {name!r}", arg) for name, arg in kwargs.items()]
-    return _pack_or_name((function, args, dict(kwargs)), parts, what)
+    return _pack_or_name((function, args, dict(kwargs)), [(what, function), *_arguments(args, kwargs)], what)
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    parts = [(f"positional argument {index}", arg) for index, arg in enumerate(args)]
+    return [*parts, *((f"argument {name!r}", arg) for name, arg in kwargs.items())]
+
+
+def pack_together(
+    functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[PackedCall]:
+    """Pickle functions with the same arguments, once for any number of runs. On a rank they share what they share here.
+
+    ``functions`` are by the names that errors give them. Raises :class:`ShippingError` as :func:`pack_call` does.
+    """
+    bound = [functools.partial(function, *args, **kwargs) for function in functions.values()]
+    parts = [*functions.items(), *_arguments(args, kwargs)]
+    calls = _PackedCalls(_pack_or_name(bound, parts, " and ".join(functions)))
+    return [PackedCall(function, calls, index) for index, function in enumerate(functions.values())]
 
 
 def unpack_call(blob: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -151,7 +201,7 @@ class UnshippedValue:
 def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
     """Pickle a value, or raise an error that names the offending part of ``parts``; ``what`` names the whole value."""
     try:
-        blob = _pack(value, _Packer)
+        blob, packed_before = _pack_and_count(value, _Packer)
     except Exception as error:
         # cloudpickle turns a RecursionError into its own error.
         if deep := next((name for name, part in parts if _is_deep(part)), None):
@@ -163,7 +213,8 @@ def _pack_or_name(value: Any, parts: list[tuple[str, Any]], what: str) -> bytes:
             f"{_culprit(parts, {id(value)}) or what} cannot be sent to the ranks: {error}. Create it on the ranks "
             f"instead (in a %%graft cell, or inside the function), or pass the values that it is built from"
         ) from error
-    if len(blob) > LARGE:
+    # What was pickled before had its warning then.
+    if len(blob) - packed_before > LARGE:
         biggest = _biggest(parts, len(blob), {id(value)})
         warn(
             f"{what} takes {len(blob) >> 20} MiB along to every rank{f', most of it in {biggest}' if biggest else ''}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any, Literal
 
@@ -51,8 +51,7 @@ class WorkFactory:
         Raises :class:`SessionError` for anything else, and :class:`ShippingError` for what cannot be sent.
         """
         if isinstance(callee, str):
-            if args or kwargs:
-                raise SessionError(f"{side}={callee!r} is an expression, which takes no args; write them into it")
+            _refuse_arguments(side, callee, args, kwargs)
             return Evaluate(callee, self._named(callee, "eval", "the expression"))
         if not callable(callee):
             raise SessionError(f"{side}= must be a function or an expression, not {type(callee).__name__}")
@@ -85,6 +84,28 @@ class WorkFactory:
         filename = f"<graft cell {next(self._cells)}>"
         _refuse_no_python(source, filename, mode, what)
         return filename
+
+
+def pack_callees(callees: Mapping[str, Callee], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Callee]:
+    """Bind callees to their arguments, and pickle them once for any number of runs.
+
+    ``callees`` are by the names of their parameters. On a rank they share what they share here, such as a global that
+    they read. Expressions and recordings are returned as they are. Raises :class:`SessionError` for an expression with
+    arguments, and :class:`ShippingError` for what cannot be sent.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    for name, callee in callees.items():
+        _refuse_arguments(name, callee, args, kwargs)
+        if not isinstance(callee, (str, RecordedSide)):
+            functions[name] = callee
+    packed = shipping.pack_together({f"the {name} function": each for name, each in functions.items()}, args, kwargs)
+    by_name: dict[str, Callee] = {**callees, **dict(zip(functions, packed, strict=True))}
+    return list(by_name.values())
+
+
+def _refuse_arguments(name: str, callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if isinstance(callee, str) and (args or kwargs):
+        raise SessionError(f"{name}={callee!r} is an expression, which takes no args; write them into it")
 
 
 def refuse_invalid_expressions(*callees: Callee | None) -> None:

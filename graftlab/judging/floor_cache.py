@@ -6,9 +6,9 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import pandas as pd
@@ -41,8 +41,6 @@ def floor_key(
     plan: GraftPlan,
     rows: pd.DataFrame,
     callees: Sequence[Callee | None],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
     keep: Sequence[str],
 ) -> str:
     """A digest of what a floor depends on: code with its arguments, dtypes, the plan, and the baseline's values.
@@ -52,7 +50,7 @@ def floor_key(
     """
     digest = hashlib.blake2b(digest_size=16)
     for callee in callees:
-        shipped = callee if isinstance(callee, str) else callee and shipping.pack_call(callee, args, kwargs, what="it")
+        shipped = callee if callee is None or isinstance(callee, str) else shipping.pack_function(callee)
         digest.update(repr(shipped).encode())
     # A verdict replaces the plan's filters; its transform and its renaming count.
     digest.update(pack_plan(replace(plan, version=0, b2t="True", t2b=None, compare=None, keep=None)))

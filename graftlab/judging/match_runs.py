@@ -16,7 +16,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
 from graftlab.control.pickles import open_value
-from graftlab.control.work import arguments, refuse_invalid_expressions
+from graftlab.control.work import arguments, pack_callees, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.judging.job_steps import JobSteps
 from graftlab.layouts import RankLayout
@@ -72,7 +72,7 @@ def match(
         assert baseline is not None
         assert target is not None
         refuse_invalid_expressions(baseline, target)
-        matching = _MatchedRuns(session, (baseline, target), *given, budget, sent)
+        matching = _MatchedRuns(session, baseline, target, *given, budget, sent)
     with matching:
         return matching.proposal(rounds)
 
@@ -205,16 +205,17 @@ class _MatchedRuns(_Match):
     def __init__(
         self,
         session: SessionCore,
-        callees: tuple[Callee, Callee],
+        baseline: Callee,
+        target: Callee,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         budget: int,
         sent: int,
     ) -> None:
         super().__init__(session, budget, sent)
-        self._callees = callees
-        self._args, self._kwargs = args, kwargs
-        self._baseline: list[RecordedTap] = []
+        [self._baseline] = pack_callees({"baseline": baseline}, args, kwargs)
+        [self._target] = pack_callees({"target": target}, args, kwargs)
+        self._recorded: list[RecordedTap] = []
         self._values: dict[str, Tensor] = {}
         self._grafted: dict[str, list[Pair]] = {}
 
@@ -225,9 +226,9 @@ class _MatchedRuns(_Match):
     def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
         """Run the target; the baseline runs once."""
         new, gone = self._changed(grafts)
-        given = self._args, self._kwargs, self._budget, self._sent
-        ours = None if self._runs else partial(record_taps, self._callees[0], *given, {}, [])
-        theirs = partial(record_taps, self._callees[1], *given, new, gone)
+        given = self._budget, self._sent
+        ours = None if self._runs else partial(record_taps, self._baseline, *given, {}, [])
+        theirs = partial(record_taps, self._target, *given, new, gone)
         title = f"matching, {self._progress(grafts)}"
         self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
@@ -237,13 +238,13 @@ class _MatchedRuns(_Match):
             self._session.interrupt()
             raise
         if not self._runs:
-            self._baseline = self._whole_taps(run.baseline, "baseline")
-            for tap in self._baseline:
+            self._recorded = self._whole_taps(run.baseline, "baseline")
+            for tap in self._recorded:
                 if tap.value is not None:
                     self._values[tap.name] = tap.value
         self._runs += 1
         target = self._whole_taps(run.target, "target")
-        return self._in_order(self._baseline, target)
+        return self._in_order(self._recorded, target)
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
         """The grafts to add for the next run, and the target's taps to graft no longer."""

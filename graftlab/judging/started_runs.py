@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -53,8 +53,6 @@ class StartedRuns(CalledRuns):
         self,
         why: str,
         callees: Mapping[Side, Callee],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
         changes: PlanEdit | None = None,
     ) -> tuple[Run, int]:
         try:
@@ -62,7 +60,7 @@ class StartedRuns(CalledRuns):
         except LaunchError as error:
             # All further runs would end like this one.
             raise VerdictAbandoned(str(error)) from error
-        return super()._run(why, callees, args, kwargs, changes)
+        return super()._run(why, callees, changes)
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         selves = [

@@ -18,6 +18,7 @@ from graftlab.base.tap_groups import DATA, filter_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.run import Run
+from graftlab.control.work import pack_callees
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError, SessionError
 from graftlab.grafting.filled_memory import Repetition
@@ -295,14 +296,17 @@ class CalledRuns(VerdictRuns):
         super().__init__(session, request)
         assert request.baseline is not None
         assert request.target is not None
-        self._baseline: Callee = request.baseline
-        self._target: Callee = request.target
+        given = request.arguments
+        exact = {} if request.exact is None else {"exact": request.exact}
+        self._baseline, *exacts = pack_callees({"baseline": request.baseline, **exact}, *given)
+        self._exact = exacts[0] if exacts else None
+        [self._target] = pack_callees({"target": request.target}, *given)
         self.recorded = isinstance(request.baseline, RecordedSide)
         self.shows_module_inputs = self.can_lend_weights = not self.recorded
         self._zero = 0
         self._repetitions: Sequence[Repetition] | None = None
         """The newest result of running the target's ranks against themselves; None before the first."""
-        self.has_twin = request.exact is not None
+        self.has_twin = self._exact is not None
 
     def both(self, why: str, wanted: RunFilters) -> pd.DataFrame:
         frame = self._both(why, self.changes(wanted))
@@ -310,7 +314,7 @@ class CalledRuns(VerdictRuns):
 
     def _both(self, why: str, changes: PlanEdit) -> pd.DataFrame:
         try:
-            run, version = self._run(why, self._callees(), *self.request.arguments, changes)
+            run, version = self._run(why, self._callees(), changes)
         except RunError:
             failed = self.session.runs[-1]
             self.raised = None if self.count > 1 else exception_of_one_side(self.session, failed.failures)
@@ -320,7 +324,7 @@ class CalledRuns(VerdictRuns):
             # The run that takes its place is the first one.
             internals_of(self.session).set_aside.add(failed.number)
             self.count -= 1
-            run, version = self._run(why, self._callees(), *self.request.arguments, changes)
+            run, version = self._run(why, self._callees(), changes)
         frame = self._rows_under(version, run)
         # A recording returns the number of its taps, which is no result of the model.
         expected = () if self.recorded else run.baseline
@@ -333,8 +337,8 @@ class CalledRuns(VerdictRuns):
         if not self.recorded:
             self._baseline = partial(call_until_exception, self._baseline)
         self._target = partial(call_until_exception, self._target)
-        if self.request.exact is not None:
-            self.request = replace(self.request, exact=partial(call_until_exception, self.request.exact))
+        if self._exact is not None:
+            self._exact = partial(call_until_exception, self._exact)
 
     def _callees(self) -> dict[Side, Callee]:
         target = self._target if self._lent is None else partial(call_with_lent_weights, self._target)
@@ -367,29 +371,21 @@ class CalledRuns(VerdictRuns):
     ) -> TracedRun | str:
         if self.recorded:
             return "a recording has no operations to compare the target's with"
-        args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
-            side: partial(
-                trace_callee,
-                callee,
-                args,
-                kwargs,
-                [TraceRequest(wanted, grafted, each, only) for each in changes[side]],
-            )
+            side: partial(trace_callee, callee, [TraceRequest(wanted, grafted, each, only) for each in changes[side]])
             for side, callee in self._callees().items()
         }
-        run, version = self._run(why, callees, (), {}, self.changes(filters))
+        run, version = self._run(why, callees, self.changes(filters))
         return TracedRun(self._rows_under(version, run), run.baseline, run.target)
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
     ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
-        args, kwargs = self.request.arguments
         callees: dict[Side, Callee] = {
-            side: partial(call_with_module_inputs, callee, args, kwargs, wanted[side].wanted, wanted[side].known)
+            side: partial(call_with_module_inputs, callee, wanted[side].wanted, wanted[side].known)
             for side, callee in self._callees().items()
         }
-        run, version = self._run("whether modules are right themselves", callees, changes=self.changes(filters))
+        run, version = self._run("whether modules are right themselves", callees, self.changes(filters))
         return self._rows_under(version, run), {"baseline": list(run.baseline), "target": list(run.target)}
 
     def _rows_under(self, version: int, run: Run) -> pd.DataFrame:
@@ -406,8 +402,6 @@ class CalledRuns(VerdictRuns):
         self,
         why: str,
         callees: Mapping[Side, Callee],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
         changes: PlanEdit | None = None,
     ) -> tuple[Run, int]:
         """Make one run to its end; returns it with the version of the plan that it began under."""
@@ -419,7 +413,7 @@ class CalledRuns(VerdictRuns):
         if self.count > 1:
             set_aside.add(number)
         try:
-            run, plan = start_under(self.session, changes or {}, callees, args, kwargs)
+            run, plan = start_under(self.session, changes or {}, callees)
         except BaseException:
             set_aside.discard(number)
             raise
@@ -436,17 +430,14 @@ class CalledRuns(VerdictRuns):
         if self.recorded:
             # A recording repeats its values whatever is grafted, so it has no rounding to measure.
             return []
-        args, kwargs = self.request.arguments
-        callees = (self._baseline, self.request.exact)
-        key = floor_key(self.session, self.before, rows, callees, args, kwargs, list(keep))
+        callees = (self._baseline, self._exact)
+        key = floor_key(self.session, self.before, rows, callees, list(keep))
         known = known_floor(self.session, key)
         if known is not None:
             return known
         call = partial(
             graft_baseline_into_itself,
             *callees,
-            args,
-            kwargs,
             coarser_dtypes(rows),
             self.before,
             self.session.options.keep_budget,
@@ -464,9 +455,7 @@ class CalledRuns(VerdictRuns):
 
     def without_dependents(self, groups: Sequence[str]) -> list[str]:
         budget = self.session.options.keep_budget
-        call = partial(
-            find_without_dependents, self._baseline, *self.request.arguments, list(groups), self.before, budget
-        )
+        call = partial(find_without_dependents, self._baseline, list(groups), self.before, budget)
         run, _ = self._run("what depends on the minor groups", {"baseline": call})
         return [group for group in groups if all(group in alone for alone in run.baseline)]
 
@@ -474,8 +463,7 @@ class CalledRuns(VerdictRuns):
         if self.recorded:
             return []
         self.count += 1
-        args, kwargs = self.request.arguments
-        found = match(self.session, self._baseline, self._target, args=args, kwargs=kwargs, rounds=0)
+        found = match(self.session, self._baseline, self._target, rounds=0)
         return list(found.graftable)
 
     def target_against_itself(self) -> list[str]:
@@ -493,7 +481,7 @@ class CalledRuns(VerdictRuns):
         return found
 
     def _repeated(self, callee: Callee) -> Callee:
-        return partial(repeat_callee, callee, *self.request.arguments, self.session.options.keep_budget)
+        return partial(repeat_callee, callee, self.session.options.keep_budget)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         return remarks_on_recording(compared, grafted, self.request.constant_floor) if self.recorded else None

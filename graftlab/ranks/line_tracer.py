@@ -29,9 +29,7 @@ from graftlab.taps.untraced import COMPILER
 _TAPS_BEFORE = 40
 
 
-def trace_callee(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], requests: Sequence[TraceRequest]
-) -> list[SliceTrace | None]:
+def trace_callee(callee: Callee, requests: Sequence[TraceRequest]) -> list[SliceTrace | None]:
     """Run the code once; returns the operations that lead to each wanted call, or None if it was not reached.
 
     ``requests`` are those of the side's ranks.
@@ -42,7 +40,7 @@ def trace_callee(
     request = requests[me.rank]
     tracer = _LineTracer(request, me.side, grafter, grafter, grafter.next_step - 1)
     with handled_by(tracer), _eagerly(), tracer.recorder, _lines_of_backward(request):
-        bind_callee(callee, args, kwargs)()
+        bind_callee(callee)()
     traces, was_compiled = tracer.traces, _has_compiled()
     tracer.let_go()
     return [each and replace(each, was_compiled=was_compiled) for each in traces]

@@ -49,8 +49,6 @@ _grafts: dict[str, list[MatchGraft]] = {}
 
 def record_taps(
     callee: Callee,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     budget: int,
     send: int,
     grafts: Mapping[str, list[MatchGraft]],
@@ -65,7 +63,7 @@ def record_taps(
     _grafts.update(grafts)
     recorder = _MatchRecorder(_grafts, budget)
     with handled_by(recorder):
-        bind_callee(callee, args, kwargs)()
+        bind_callee(callee)()
     _held.clear()
     return _record_of(recorder, send, _held)
 

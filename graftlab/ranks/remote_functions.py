@@ -36,11 +36,11 @@ Feed = Callable[[list[Any]], Sequence[Any]] | str
 """A function of a list of requests that returns one output for each, or an expression for such a function."""
 
 
-def bind_callee(callee: Callee, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+def bind_callee(callee: Callee, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], Any]:
     """Return a function without arguments that runs the callee on this rank."""
     if isinstance(callee, str):
         return partial(eval, callee, _namespace())
-    return partial(callee, *args, **kwargs)
+    return partial(callee, *args, **(kwargs or {}))
 
 
 def _namespace() -> dict[str, Any]:
@@ -55,8 +55,6 @@ def _namespace() -> dict[str, Any]:
 def graft_baseline_into_itself(
     baseline: Callee,
     exact: Callee | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     dtypes: dict[str, str],
     plan: GraftPlan,
     budget: int,
@@ -64,56 +62,47 @@ def graft_baseline_into_itself(
 ) -> SelfGraft:
     """Call :func:`graftlab.grafting.self_graft.graft_self`. ``plan`` renames the baseline's taps."""
     return graft_self(
-        bind_callee(baseline, args, kwargs),
+        bind_callee(baseline),
         dtypes,
         paired_names=partial(plan.paired_names, "baseline"),
         budget=budget,
-        exact=None if exact is None else bind_callee(exact, args, kwargs),
+        exact=None if exact is None else bind_callee(exact),
         keep=keep,
     )
 
 
-def repeat_callee(callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], budget: int) -> Repetition:
+def repeat_callee(callee: Callee, budget: int) -> Repetition:
     """Call :func:`graftlab.grafting.filled_memory.repeat_with_filled_memory`."""
-    return repeat_with_filled_memory(bind_callee(callee, args, kwargs), budget=budget)
+    return repeat_with_filled_memory(bind_callee(callee), budget=budget)
 
 
-def call_until_exception(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+def call_until_exception(callee: Callee) -> Any:
     """Run the callee up to its exception, if it raises one; then the result is None."""
     try:
-        return bind_callee(callee, args, kwargs)()
+        return bind_callee(callee)()
     except Exception:  # the run before this one has reported it
         return None
 
 
-def call_with_module_inputs(
-    callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[str], known: list[str]
-) -> dict[str, ModuleCall]:
+def call_with_module_inputs(callee: Callee, wanted: list[str], known: list[str]) -> dict[str, ModuleCall]:
     """Run the callee with the inputs of modules as taps; see :class:`graftlab.taps.module_inputs.ModuleInputs`."""
     with ModuleInputs(wanted, known) as inputs:
-        bind_callee(callee, args, kwargs)()
+        bind_callee(callee)()
     return inputs.calls
 
 
-def call_with_lent_weights(callee: Callee, *args: Any, **kwargs: Any) -> Any:
+def call_with_lent_weights(callee: Callee) -> Any:
     """Run the callee; weights that are grafted meanwhile are put back afterwards."""
     grafter = active.grafter()
     assert grafter is not None
     with grafter.restoring_data():
-        return bind_callee(callee, args, kwargs)()
+        return bind_callee(callee)()
 
 
-def find_without_dependents(
-    callee: Callee,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    groups: list[str],
-    plan: GraftPlan,
-    budget: int,
-) -> list[str]:
+def find_without_dependents(callee: Callee, groups: list[str], plan: GraftPlan, budget: int) -> list[str]:
     """Call :func:`graftlab.grafting.self_graft.without_dependents`. ``plan`` renames the baseline's taps."""
     return without_dependents(
-        bind_callee(callee, args, kwargs),
+        bind_callee(callee),
         groups,
         budget=budget,
         paired_names=partial(plan.paired_names, "baseline"),

@@ -243,6 +243,52 @@ def test_small_values_are_sent_without_a_warning() -> None:
     assert warned(lambda: pack_call(print, (torch.zeros(LARGE // 8),), {})) == []
 
 
+# ---- calls that are sent many times ---------------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts how often it was pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+def test_calls_packed_together_are_pickled_once_and_share_what_they_read() -> None:
+    cell = run_cell(
+        """
+        seen = []
+
+        def adds(each): seen.append(each)
+        def reads(each): return seen, each
+        """
+    )
+    Counted.pickled = 0
+    functions = {"the baseline function": cell["adds"], "the exact function": cell["reads"]}
+    adds, reads = shipping.pack_together(functions, (Counted(),), {})
+    for _ in range(2):
+        function, (first, second), _ = unpack_call(pack_call(print, (adds, reads), {}))
+        assert function is print
+        first()
+        seen, argument = second()
+        assert seen == [argument]
+    assert Counted.pickled == 1
+    assert reads()[0] == cell["seen"] == []
+
+
+def test_a_call_that_cannot_be_packed_is_named_and_a_large_one_warns_once() -> None:
+    lock, large = threading.Lock(), torch.zeros(LARGE // 4)
+    for args, named in (((lock,), "positional argument 0"), ((), "argument 'x'")):
+        with pytest.raises(gl.ShippingError, match=named):
+            shipping.pack_together({"the baseline function": print}, args, {"x": lock})
+    made: list[shipping.PackedCall] = []
+    (warning,) = warned(lambda: made.extend(shipping.pack_together({"the target function": print}, (large,), {})))
+    assert str(warning.message).startswith("the target function takes 16 MiB along to every rank, most of it in posit")
+    assert warned(lambda: pack_call(print, (made[0], torch.zeros(LARGE // 8)), {})) == []
+
+
 # ---- results --------------------------------------------------------------------------------------------------------
 
 

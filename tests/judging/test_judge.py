@@ -76,6 +76,29 @@ def test_a_verdict_names_the_differing_group_and_its_layers(
     assert (f"With the baseline's {group} the output out agrees (" in verdict.text) == (group != "out")
 
 
+class Counted:
+    """An argument that counts how often it was sent."""
+
+    sent = 0
+
+    def __reduce__(self) -> Any:
+        Counted.sent += 1
+        return Counted, ()
+
+
+def test_functions_and_arguments_are_pickled_once_for_all_runs(session: gl.Session) -> None:
+    def function(argument: Counted) -> torch.Tensor:
+        return chain("act")
+
+    Counted.sent = 0
+    verdict = session.verdict(function, function, args=(Counted(),))
+    assert verdict.runs > 3
+    assert verdict.named == ["layers.*.act"]
+    assert Counted.sent == 2, "once for each side"
+    session.match(function, function, args=(Counted(),))
+    assert Counted.sent == 4
+
+
 def test_a_hint_at_the_mechanism_is_labelled_as_one(session: gl.Session) -> None:
     text = session.verdict(chain, chain, args=("out",)).text
     assert (

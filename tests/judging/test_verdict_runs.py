@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -10,6 +11,7 @@ from unittest.mock import Mock, call
 import pandas as pd
 import pytest
 
+from graftlab.control.work import pack_callees
 from graftlab.errors import RunError, SessionError
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
@@ -21,6 +23,7 @@ from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandon
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
+from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -58,7 +61,7 @@ class Calls:
         usual = {"baseline": "forward(x)", "target": "other(x)"}
         self.runs = CalledRuns(self.session, VerdictRequest(**{**usual, **request}))
 
-    def _start(self, session: Any, changes: Any, callees: Any, args: Any, kwargs: Any) -> Any:
+    def _start(self, session: Any, changes: Any, callees: Any) -> Any:
         self.made.append((dict(callees), dict(changes)))
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
@@ -104,6 +107,12 @@ def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pyte
     assert str(runs.changes(RunFilters(b2t="x"))["b2t"]).endswith(") or w")
     runs.return_weights()
     assert runs.changes(RunFilters())["b2t"] is None
+
+
+def test_an_expression_with_arguments_is_refused_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ({}, {"baseline": print}, {"target": print, "exact": "exact(x)", "baseline": print}):
+        with pytest.raises(SessionError, match="is an expression, which takes no args; write them into it"):
+            Calls(monkeypatch, args=(1,), **wrong)
 
 
 def test_all_runs_but_the_first_are_set_aside_and_an_interrupt_stops_them(calls: Calls) -> None:
@@ -230,10 +239,9 @@ def test_a_floor_is_known_only_for_the_same_code_plan_and_values() -> None:
         plan: GraftPlan = PLAN,
         rows: pd.DataFrame = frame,
         callees: Any = ("f(x)", None),
-        args: Any = (),
         keep: Any = ("x",),
     ) -> str:
-        return floor_key(session, plan, rows, callees, args, {}, keep)
+        return floor_key(session, plan, rows, callees, keep)
 
     same = key()
     assert key(GraftPlan(b2t="other", compare=None, pairs=PLAN.pairs, version=9)) == same
@@ -248,8 +256,10 @@ def test_a_floor_is_known_only_for_the_same_code_plan_and_values() -> None:
         key(rows=rows(("x", {"name": "x", "layer": 1}, "compared"))),
         key(callees=("g(x)", None)),
         key(callees=("f(x)", "f(x.double())")),
-        key(callees=(function, None), args=(1,)),
-        key(callees=(function, None), args=(2,)),
+        key(callees=(*pack_callees({"baseline": function}, (1,), {}), None)),
+        key(callees=(*pack_callees({"baseline": function}, (2,), {}), None)),
+        key(callees=(partial(call_until_exception, *pack_callees({"baseline": function}, (2,), {})), None)),
+        key(callees=(partial(call_until_exception, *pack_callees({"baseline": function}, (3,), {})), None)),
         key(keep=("y",)),
     ]
     session.options.keep_budget = 1
