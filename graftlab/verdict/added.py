@@ -241,21 +241,24 @@ def one_sided_filter(rows: pd.DataFrame) -> str | None:
 
 def unseen_of(frame: pd.DataFrame) -> list[str]:
     """Sentences on what these rows did not measure: one for each status, with the taps' names."""
-    sentences = []
-    repeated = frame[[tags.get("recompute_status") == "recompute" for tags in frame["tags"]]] if len(frame) else frame
-    repeated = repeated[repeated["status"].isin(("missing", "unmatched", "recomputed"))]
-    frame = frame.drop(repeated.index)
-    if len(repeated):
+    sentences: list[str] = []
+    if not len(frame):
+        return sentences
+    # Most often every row was measured, and to select rows takes longer than to look for some.
+    is_repeated = frame["status"].isin(("missing", "unmatched", "recomputed"))
+    if is_repeated.any():
+        is_repeated &= np.array([tags.get("recompute_status") == "recompute" for tags in frame["tags"]], bool)
+    if is_repeated.any():
+        repeated, frame = frame[is_repeated], frame[~is_repeated]
         sentences.append(
             f"the recomputation of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which "
             "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
             "its forward pass."
         )
-    # Most often every row was measured, and to select rows takes longer than to look for some.
-    left = frame[~frame["status"].isin(MEASURED)]
-    if len(left):
-        sentences += _unmeasured(frame, left)
-    measured = frame[frame["status"].isin(MEASURED)]
+    measured, is_measured = frame, frame["status"].isin(MEASURED)
+    if not is_measured.all():
+        sentences += _unmeasured(frame, frame[~is_measured])
+        measured = frame[is_measured]
     empty = measured[measured["rel_l2"].isna()]
     if len(empty):
         sentences.append(f"{_taps(empty['name'])} {_be(empty, 'has')} no pair of finite numbers.")
@@ -270,14 +273,14 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     partial = measured[measured["rows_unmatched"].fillna(0) > 0]
     if len(partial):
         sentences.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
-    noted = measured[
-        measured["note"].notna() & measured["note"].astype(str).str.contains("did not|takes no part|ended")
-    ]
+    measured = measured[measured["note"].notna()]
+    notes = measured["note"].astype(str).str
+    noted = measured[notes.contains("did not|takes no part|ended")]
     if len(noted):
         sentences.append(
             f"{_taps(noted['name'])} arrived from only some of the sending ranks: {noted['note'].iloc[0]}."
         )
-    unlike = measured[measured["note"].notna() & measured["note"].astype(str).str.contains("are not replicas")]
+    unlike = measured[notes.contains("are not replicas")]
     if len(unlike):
         sentences.append(
             f"{_taps(unlike['name'])} {_be(unlike, 'was')} compared with one of several ranks that differ: "

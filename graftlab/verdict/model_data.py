@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,8 +157,7 @@ def differing_data(
 
 def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str]:
     """The groups of weights that differ between the sides, each with its name, layers and difference in words."""
-    groups = _differing(compared, threshold, None).get("param", {})
-    return {group: _in_words(group, rows) for group, rows in groups.items()}
+    return {group: _in_words(group, rows) for group, rows in _weights(compared, threshold).items()}
 
 
 def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
@@ -170,7 +169,7 @@ def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, 
     if any(changing) or compared["step"].nunique() > 1:
         return []
     found = []
-    for rows in _differing(compared, threshold, None).get("param", {}).values():
+    for rows in _weights(compared, threshold).values():
         worst = max(rows, key=lambda row: math.inf if row["nonfinite_differ"] else row["rel_l2"])
         found.append(worst)
     return found
@@ -181,10 +180,16 @@ def with_data_of(compared: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([data_rows(plain).assign(step=compared["step"].min()), compared])
 
 
-_RowsByKind = dict[str, dict[str, list[dict[str, Any]]]]
+_RowsByGroup = dict[str, list[dict[str, Any]]]
 
 
-def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None) -> _RowsByKind:
+def _weights(compared: pd.DataFrame, threshold: float) -> _RowsByGroup:
+    """The rows of weights that differ, by group."""
+    rows = [("param", row) for row in records(data_rows(compared)) if _kind(row) == "param"]
+    return _by_kind(rows, threshold).get("param", {})
+
+
+def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None) -> dict[str, _RowsByGroup]:
     """The rows of data that differ, by kind and group."""
     names = set(input_names(compared))
     first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
@@ -198,7 +203,12 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
         *((_kind(row), row) for row in records(data_rows(compared))),
         *(("optimizer", row) for row in _later_settings(compared)),
     ]
-    differing: _RowsByKind = {}
+    return _by_kind(rows, threshold)
+
+
+def _by_kind(rows: Iterable[tuple[str, dict[str, Any]]], threshold: float) -> dict[str, _RowsByGroup]:
+    """Those rows that differ, by kind and group."""
+    differing: dict[str, _RowsByGroup] = {}
     for kind, row in rows:
         if row["status"] in MEASURED and _differs(row, threshold):
             group = group_of(row["name"])

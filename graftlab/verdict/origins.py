@@ -145,7 +145,9 @@ class _Search:
             baseline_name=rows.loc[is_measured, "baseline_name"].to_numpy(),
             is_input=_are_inputs(again),
         )
-        self._inputs = again[again["is_input"]]
+        # Each choice of rows takes as long as a run of a small model if all fifty columns are copied.
+        self._inputs = again.loc[again["is_input"], _OF_INPUTS]
+        self._order, self._occurrence = (self._inputs[column].to_numpy() for column in ("order", "occurrence"))
         # In a deep model there are thousands, and to look through them all takes as long for each tap as a step.
         self._places: dict[Any, Any] = self._inputs.groupby(["target_name", "rank", "step"], sort=False).indices
         is_value = np.array([kind_of(tags) is None for tags in again["tags"]], dtype=bool)
@@ -214,9 +216,11 @@ class _Search:
 
     def _given(self, tap: str, now: Mapping[str, Any]) -> pd.DataFrame:
         """The inputs of the module's last call before this row."""
-        rows: pd.DataFrame = self._inputs.iloc[self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), [])]
-        rows = rows[rows["order"] < now["order"]]
-        return rows[rows["occurrence"] == rows["occurrence"].max()] if len(rows) else rows
+        places = self._places.get((f"{tap}{SUFFIX}", now["rank"], now["step"]), _NOWHERE)
+        places = places[self._order[places] < now["order"]]
+        calls = self._occurrence[places]
+        rows: pd.DataFrame = self._inputs.iloc[places[calls == calls.max(initial=0)]]
+        return rows
 
     # ---- the two answers ----------------------------------------------------------------------------------------
 
@@ -303,6 +307,11 @@ class _Search:
 
 
 _BEFORE = 5
+_OF_INPUTS = [
+    *("name", "baseline_name", "target_name", "tags", "rank", "step", "order", "occurrence", "added", "ratio"),
+]
+"""The columns that are read of inputs."""
+_NOWHERE = np.zeros(0, np.intp)
 
 
 def _sizes(rows: pd.DataFrame) -> pd.Series[float]:
