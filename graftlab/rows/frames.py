@@ -17,6 +17,19 @@ from graftlab.rows.tags_column import TagsColumn
 # From 3.0 on pandas itself copies what two frames share, when one of them is changed.
 _COPY_ON_WRITE = int(pd.__version__.partition(".")[0]) >= 3
 
+
+def _type_of_texts() -> Any:
+    inferred: Any = pd.Series(["text"]).dtype
+    if not isinstance(inferred, pd.StringDtype):
+        return inferred
+    # Each row has a pointer to its text, which it shares with others; Arrow's strings would have a copy a row.
+    missing: Any = inferred.na_value
+    return pd.StringDtype("python", na_value=missing)
+
+
+_TEXT = _type_of_texts()
+"""The type that pandas gives a column of texts."""
+
 # Rows whose temporary arrays stay in the processor's cache, and in memory that is used again.
 _PART = 1 << 16
 
@@ -148,10 +161,12 @@ def _used_values(values: Sequence[Any], used: Array) -> tuple[Any, Array]:
     The others do not count, because they might make it of another type.
     """
     chosen = [value for value, is_used in zip(values, used, strict=True) if is_used]
-    array = pd.Series(chosen, dtype=object if chosen == [None] else None).array
-    if isinstance(array.dtype, pd.StringDtype):
-        # Each row has a pointer to its text, which it shares with others; Arrow's strings would have a copy a row.
-        array = array.astype(pd.StringDtype("python", na_value=array.dtype.na_value))
+    kinds = {*map(type, chosen)}
+    if str in kinds and kinds <= {str, type(None)}:
+        # pandas would search for a common type, which takes ten times as long.
+        array = pd.array(chosen, dtype=_TEXT)
+    else:
+        array = pd.Series(chosen, dtype=object if chosen == [None] else None).array
     return array, np.maximum(np.cumsum(used) - 1, 0)
 
 
