@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from graftlab.lines.frames import model_frame
 _DEEPEST = 4
 _MOST_OBJECTS = 3000
 _MOST_ITEMS = 64
+# These have no parts that could hold tensors.
+_WITHOUT_PARTS = frozenset({str, int, float, bool, bytes, type(None), type, FunctionType, BuiltinFunctionType})
 
 
 def path_of(tensor: torch.Tensor, frame: FrameType, *, with_variables: bool = True) -> str | None:
     """Return the shortest path to a tensor from the variables of the running model code; None if there is none.
 
     A tensor in the same memory counts too, with ``...`` after its path: the code reads a part or a view of it. Without
-    ``with_variables`` only names that outlive a call count: attributes, and keys of objects in variables.
+    ``with_variables`` only names that outlive a call count: attributes, and keys of objects in variables. A Python
+    module is searched where a variable has it: an object that leads to one, such as a namespace, leads to all modules.
     """
     running = model_frame(frame)
     if running is None:
@@ -42,8 +45,9 @@ def path_of(tensor: torch.Tensor, frame: FrameType, *, with_variables: bool = Tr
                 return path
             if part is None and memory is not None and memory_of(value) == memory:
                 part = path if value.shape == tensor.shape else f"{path}[...]"
-        elif depth < _DEEPEST:
-            left.extend((path + step, inner, depth + 1) for step, inner in _inside(value))
+        elif depth < _DEEPEST and (depth == 0 or not isinstance(value, ModuleType)):
+            parts = _inside(value)
+            left.extend((path + step, inner, depth + 1) for step, inner in parts if type(inner) not in _WITHOUT_PARTS)
     return part
 
 

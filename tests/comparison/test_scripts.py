@@ -106,6 +106,7 @@ import subprocess, sys, torch
 model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
 if "child" not in sys.argv:
     model(x)
+if "starts" in sys.argv:
     subprocess.run([sys.executable, __file__, "child"], check=True)
 model(2 * x)
 print("ended")
@@ -117,10 +118,10 @@ def test_calls_in_a_program_that_a_script_starts_are_passed_and_reported(
 ) -> None:
     script = tmp_path / "starts.py"
     script.write_text(f"import torch\ntorch.manual_seed(0)\n{STARTS}")
-    answer = compared(capsys, tmp_path / "run", str(script), str(script))
+    answer = compared(capsys, tmp_path / "run", str(script), f"{script} starts")
     text = str(answer["text"])
     assert (answer["answer"], text.partition("\n")[0]) == ("agree", "2 calls of Linear agree.")
-    assert "Not checked: calls of models in other processes of the baseline" in text
+    assert "Not checked: calls of models in other processes of the target" in text
     assert (tmp_path / "run" / "logs" / "target.log").read_text() == "ended\nended\n"
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from kit import warm
 from kit.deadline import DEADLINE
 from kit.job_scripts import SCRIPTS, end, environment, start, variables
 from kit.support import wait_until
@@ -22,13 +21,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 SECOND = "generation 2 of target"
 
 
-Job = subprocess.Popen[str]
-
-
 @pytest.fixture
-def jobs() -> Iterator[list[Job]]:
+def jobs() -> Iterator[list[warm.Running]]:
     """For all that a test starts, because nothing of it ends by itself."""
-    started: list[Job] = []
+    started: list[warm.Running] = []
     yield started
     for job in started:
         job.kill()
@@ -39,17 +35,17 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["status"] == "compared"]
 
 
-def test_a_side_restarted_by_torchrun_joins_again_at_a_step_of_the_other(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_side_restarted_by_torchrun_joins_again_at_a_step_of_the_other(
+    tmp_path: Path, jobs: list[warm.Running]
+) -> None:
     stop = tmp_path / "stop"
     told = {"run_dir": tmp_path / "run", "timeout": 2 * DEADLINE}
     one = start("resumes.py", stop, 2.0, 0, 0.05, **variables("baseline", 1, 2, **told))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    two = subprocess.Popen(
-        [sys.executable, *torchrun, str(SCRIPTS / "resumes.py"), str(stop), "1.0", "0", "0"],
-        env=environment(variables("target", 1, 2, **told) | {"FALL_AT": "3"}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    two = warm.start(
+        [*torchrun, SCRIPTS / "resumes.py", stop, 1.0, 0, 0],
+        environment(variables("target", 1, 2, **told) | {"FALL_AT": "3"}),
+        children=True,
     )
     jobs += (one, two)
     rows = tmp_path / "run" / "rows.jsonl"
@@ -75,7 +71,7 @@ def test_a_side_restarted_by_torchrun_joins_again_at_a_step_of_the_other(tmp_pat
 
 
 def test_a_killed_job_resumes_at_its_step_and_a_fault_in_graftlab_ends_no_job(
-    tmp_path: Path, jobs: list[Job], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, jobs: list[warm.Running], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop, folder = tmp_path / "stop", tmp_path / "run"
     session = gl.listen(baseline=1, target=1, folder=folder, timeout=2 * DEADLINE)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 def torchrun(ranks: int, *command: str, **extra: str) -> warm.Running:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return warm.start([*launcher, *command], environment(extra))
+    return warm.start([*launcher, *command], environment(extra), children=True)
 
 
 def test_an_unmodified_script_joins_under_torchrun_with_two_ranks_against_one(tmp_path: Path) -> None:

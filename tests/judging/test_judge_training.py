@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from kit.support import reset
 from torch import nn
 
 import graftlab as gl
@@ -74,12 +77,18 @@ def train(fault: str = "") -> None:
             gl.step()
 
 
+@pytest.fixture(scope="module")
+def verdict_on(launched: gl.Session) -> Callable[[str], Any]:
+    """Returns the verdict on a fault, computed once for the tests that read it."""
+    return cache(lambda fault: reset(launched).verdict(train, train, args=(fault,)))
+
+
 def first_line(verdict: Any) -> str:
     return str(verdict.text.split("\n")[0])
 
 
-def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
-    verdict = session.verdict(train, train, args=("",))
+def test_training_that_agrees_is_reported_to_agree(verdict_on: Callable[[str], Any]) -> None:
+    verdict = verdict_on("")
     assert verdict.named == []
     assert first_line(verdict).startswith("No tap adds more than rounding (")
 
@@ -106,9 +115,9 @@ def test_training_that_agrees_is_reported_to_agree(session: gl.Session) -> None:
     ],
 )
 def test_differing_inputs_are_reported_first(
-    session: gl.Session, fault: str, first: str, named: list[str] | None
+    verdict_on: Callable[[str], Any], fault: str, first: str, named: list[str] | None
 ) -> None:
-    verdict = session.verdict(train, train, args=(fault,))
+    verdict = verdict_on(fault)
     assert first_line(verdict).startswith(first), verdict.text
     if named is not None:
         assert verdict.named == named, verdict.text
@@ -129,8 +138,8 @@ def test_differing_inputs_are_reported_first(
         ("decays the norm", ["layers.*.norm.bias@param", "layers.*.norm.weight@param"]),
     ],
 )
-def test_blame_goes_to_the_value_computed_first(session: gl.Session, fault: str, named: list[str]) -> None:
-    verdict = session.verdict(train, train, args=(fault,))
+def test_blame_goes_to_the_value_computed_first(verdict_on: Callable[[str], Any], fault: str, named: list[str]) -> None:
+    verdict = verdict_on(fault)
     assert set(named) <= set(verdict.named), verdict.text
     kinds = {each.rpartition("@")[2] if "@" in each else "" for each in verdict.named}
     wanted = {each.rpartition("@")[2] if "@" in each else "" for each in named}
@@ -138,15 +147,15 @@ def test_blame_goes_to_the_value_computed_first(session: gl.Session, fault: str,
     assert all(verdict.labels[each] == "culprit" for each in named)
 
 
-def test_the_backward_of_differing_code_is_not_a_second_culprit(session: gl.Session) -> None:
-    verdict = session.verdict(train, train, args=("tanh",))
+def test_the_backward_of_differing_code_is_not_a_second_culprit(verdict_on: Callable[[str], Any]) -> None:
+    verdict = verdict_on("tanh")
     assert verdict.named == ["layers.*.up"]
     assert verdict.labels["layers.*.norm@grad"] == "inherited"
     assert "The backward pass therefore differs too: the gradient of layers.*.norm, the gradient of" in verdict.text
     assert "With the baseline's layers.*.up the output agrees (" in verdict.text
 
 
-def test_a_recomputed_forward_is_reported_and_names_no_group(session: gl.Session) -> None:
-    verdict = session.verdict(train, train, args=("checkpointed",))
+def test_a_recomputed_forward_is_reported_and_names_no_group(verdict_on: Callable[[str], Any]) -> None:
+    verdict = verdict_on("checkpointed")
     assert verdict.named == [], verdict.text
     assert "the recomputation of " in verdict.text

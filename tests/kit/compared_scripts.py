@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from graftlab.jobs import script_launcher
 from kit import warm
 
 
@@ -20,12 +16,7 @@ def start(arguments: Sequence[str], **how: Any) -> warm.Running:
     if executable != sys.executable or not rest[0].endswith(".py"):
         return subprocess.Popen(arguments, **how)
     assert how.pop("stdin") == subprocess.DEVNULL
-    script = warm.Script(rest, how.pop("env"), prepare=f"{__name__}.prepare", **how)
+    script = warm.Script(rest, how.pop("env"), prepare="kit.held_scripts.prepare", **how)
     for stream in (script.stdin, script.stdout, script.stderr):
         stream.close()
     return script
-
-
-def prepare() -> None:
-    """Do in a process that has imported torch what the sitecustomize of compared scripts does when it is imported."""
-    runpy.run_path(str(script_launcher._BOOTSTRAP / "sitecustomize.py"))["_prepare"](torch.nn.Module)

@@ -40,7 +40,7 @@ def start(
     script: str, *arguments: object, command: tuple[str, ...] = (), imports: tuple[str, ...] = (), **extra: str
 ) -> warm.Running:
     """Start a script of ``tests/jobs/scripts``. ``command`` stands before its path. ``imports`` are imported before."""
-    return warm.start([*command, SCRIPTS / script, *arguments], environment(extra), imports=imports)
+    return warm.start([*command, SCRIPTS / script, *arguments], environment(extra), imports=imports, children=True)
 
 
 def end(process: warm.Running) -> tuple[int, str, str]:

@@ -36,7 +36,9 @@ class Machine:
     def start(self, *arguments: object, **extra: str) -> warm.Running:
         """Run Python with these arguments there, with this environment beside the test's."""
         network = f"/run/netns/{self.name}"
-        return warm.start(arguments, environment(extra), network=network, own_folder=(str(_tmp()), self._tmp))
+        return warm.start(
+            arguments, environment(extra), network=network, own_folder=(str(_tmp()), self._tmp), children=True
+        )
 
     def packets(self) -> dict[str, int]:
         """Linux counts its TCP packets: ``RetransSegs`` were lost, ``TCPOFOQueue`` out of order."""

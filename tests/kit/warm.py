@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -50,6 +51,8 @@ TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.a
 _ROOTS = tuple(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
 # Python and OpenMP have read these before a fork could change them.
 _READ_AT_START = ("PYTHON", "OMP_")
+# Above whatever number a descriptor has in a script.
+_HIGH = 1000
 
 
 class Script:
@@ -57,7 +60,8 @@ class Script:
 
     ``network`` is the file of the network namespace to run in. Then the first of ``own_folder`` shows the second.
     ``imports`` are more modules that it has imported before it begins. With ``forkserver`` what it starts as its first
-    forkserver has imported all that, too. ``prepare`` names a function that it calls before it begins.
+    forkserver has imported all that, too; with ``children`` so have the Python processes that it starts. ``prepare``
+    names a function that it calls before it begins. ``pass_fds`` have the same numbers in it.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Script:
         own_folder: tuple[str, str] | None = None,
         imports: Sequence[str] = (),
         forkserver: bool = False,
+        children: bool = False,
         prepare: str = "",
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
@@ -91,9 +97,11 @@ class Script:
             "own_folder": own_folder,
             "imports": imports,
             "forkserver": forkserver,
+            "children": children,
             "prepare": prepare,
+            "pass_fds": [*pass_fds],
         }
-        self.pid = _nursery().start(asked, theirs)
+        self.pid = nursery().start(asked, [*theirs, *pass_fds])
         tells.close()
         for descriptor in (pipes[0][0], pipes[1][1], pipes[2][1]):
             os.close(descriptor)
@@ -172,12 +180,18 @@ Running: TypeAlias = Script | subprocess.Popen[str]
 
 def start(arguments: Sequence[object], env: Mapping[str, str], **how: Any) -> Running:
     """Start ``python ARGUMENTS``: warm, or cold where the environment says what Python reads when it starts."""
-    wanted = {name: value for name, value in env.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"}
-    if wanted == {name: value for name, value in os.environ.items() if name in wanted}:
+    if may_be_warm(env):
         return Script(arguments, env, **how)
-    cold = {name: value for name, value in how.items() if name not in ("imports", "forkserver")}
+    cold = {name: value for name, value in how.items() if name not in ("imports", "forkserver", "children")}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **cold}
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=dict(env), text=True, **pipes)
+
+
+def may_be_warm(env: Mapping[str, str] | None) -> bool:
+    """Whether this process has begun with what Python and OpenMP would read in this environment."""
+    given = os.environ if env is None else env
+    wanted = {name: value for name, value in given.items() if name.startswith(_READ_AT_START) and name != "PYTHONPATH"}
+    return wanted == {name: value for name, value in os.environ.items() if name in wanted}
 
 
 def run(*arguments: object, timeout: float = 100.0, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -194,24 +208,12 @@ def run(*arguments: object, timeout: float = 100.0, **how: Any) -> subprocess.Co
 # ---- the process that is forked -------------------------------------------------------------------------------------
 
 
-class _Nursery:
-    """The test's end of the process that has imported everything."""
+class Nursery:
+    """The other end of the process that has imported everything."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._lock = threading.Lock()
-        run = f"warm.run_as_main(warm.next_script({theirs.fileno()}))"
-        path = os.pathsep.join([*_ROOTS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from kit import ending, warm; {run}"],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        atexit.register(self._end)
 
     def start(self, asked: Mapping[str, Any], descriptors: list[int]) -> int:
         with self._lock:
@@ -223,14 +225,29 @@ class _Nursery:
             assert answer, "the process that scripts are forked from is gone"
             return int(answer)
 
-    def _end(self) -> None:
-        self._socket.close()
-        self._process.wait(DEADLINE)
-
 
 @functools.cache
-def _nursery() -> _Nursery:
-    return _Nursery()
+def nursery() -> Nursery:
+    """The process that this one's scripts are forked from."""
+    ours, theirs = socket.socketpair()
+    run = f"warm.run_as_main(warm.next_script({theirs.fileno()}))"
+    path = os.pathsep.join([*_ROOTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from kit import ending, warm; {run}"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait(DEADLINE)
+
+    atexit.register(end)
+    return Nursery(ours)
 
 
 def next_script(descriptor: int) -> dict[str, Any]:
@@ -261,7 +278,7 @@ def next_script(descriptor: int) -> dict[str, Any]:
                 poller.unregister(ready)
                 os.close(ready)
                 continue
-            size, descriptors, *_ = socket.recv_fds(asks, 8, 4)
+            size, descriptors, *_ = socket.recv_fds(asks, 8, 8)
             if not size:
                 sys.exit()
             request = b""
@@ -283,12 +300,23 @@ def next_script(descriptor: int) -> dict[str, Any]:
                 for stream, given in enumerate(descriptors[:3]):
                     os.dup2(given, stream)
                     os.close(given)
+                _take_over(descriptors[4:], asked["pass_fds"])
                 return asked
-            for given in descriptors[:3]:
+            for given in [*descriptors[:3], *descriptors[4:]]:
                 os.close(given)
             pidfd = os.pidfd_open(pid)
             running[pidfd] = pid, descriptors[3]
             poller.register(pidfd, select.POLLIN)
+
+
+def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the descriptors these numbers."""
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(high, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
 
 
 def _import(*modules: str) -> None:
@@ -318,6 +346,8 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
         getattr(importlib.import_module(module), function)()
     if asked["forkserver"]:
         spare.prepare()
+    if asked["children"]:
+        importlib.import_module("kit.children").prepare()
     what, *rest = asked["arguments"]
     if what == "-m":
         module, *sys.argv[1:] = rest
