@@ -112,6 +112,11 @@ def test_calls_that_were_left_out_are_taps_too(made: Made) -> None:
     assert found.unseen == ["not paired: q"]
 
 
+def test_weights_that_the_target_had_from_the_baseline_are_reported_as_such(made: Made) -> None:
+    made.lent = made.evidence.compared
+    assert made.verdict().findings.weights_lent
+
+
 def test_after_an_exception_taps_of_one_side_are_no_extra_calls(made: Made) -> None:
     made.runs.raised = SimpleNamespace(sentence="The target raises.")
     found = made.verdict().findings
@@ -134,13 +139,16 @@ def test_results_that_differ_each_time_have_hints_only_where_swaps_found_a_cause
     assert "hints" not in made.asked
     assert "confirm" not in made.asked
     made.causes = {"out": REPAIRED}
-    made.verdict()
+    found = made.verdict().findings
     assert "hints" in made.asked
+    assert (found.not_repeated, found.causes) == (["b"], made.causes)
 
 
 def test_values_that_round_differently_have_that_label_where_they_differ(made: Made) -> None:
     made.rounding = RoundingGroups(("a", "b"))
-    frame = made.verdict().frame
+    verdict = made.verdict()
+    assert verdict.findings.rounding is made.rounding
+    frame = verdict.frame
     assert dict(zip(frame["group"], frame["label"] == LABEL, strict=True)) == {
         "a": False,
         "b": True,

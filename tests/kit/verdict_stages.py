@@ -60,6 +60,7 @@ class Made:
         self.split: dict[str, list[str]] = {}
         self.causes: dict[str, Causes] = {}
         self.rounding = RoundingGroups()
+        self.lent: pd.DataFrame | None = None
         self.raising: set[str] = set()
         self.explained: set[str] = set()
         self.evidence = Evidence(
@@ -174,5 +175,5 @@ class Made:
                 return made.rounding
 
         judged = Given(self.runs)
-        judged._weights = LentWeights(None, {"w": "a hint at weights"}, {"w": "a map of weights"})  # type: ignore[dict-item]
+        judged._weights = LentWeights(self.lent, {"w": "a hint at weights"}, {"w": "a map of weights"})  # type: ignore[dict-item]
         return judged.verdict()
