@@ -154,7 +154,8 @@ class Swapping:
         return self._found.pop(0)
 
     def with_and_without(self, groups: Any, output: Any) -> tuple[float, float]:
-        return tuple(self._made.note(("with and without", tuple(groups)), self._found.pop(0)))
+        self._made.note(("with and without", tuple(groups)), None)
+        return self._found.pop(0)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -182,7 +183,13 @@ def test_the_effect_of_what_comes_before_an_output_is_measured_at_it(swapped: Ma
     causes, remarks = causes_of(swapped, Causes({"b": "culprit"}, total=9.0))
     assert swapped.asked[0] == ("causes", ("b",), ("d", "e"), ("b",))
     assert remarks == ["The effect of c on the output was not measured."]
+    swapped.asked.clear()
     assert causes_of(swapped, measurable=False)[0] == {}
+    # Gradients are computed after the output.
+    swapped.naming.named = ["b@grad"]
+    assert causes_of(swapped)[0] == {}
+    assert swapped.asked == ["baseline", "baseline"]
+    swapped.naming = naming(("b", "c"))
     assert causes_of(swapped, None)[0] == {}
 
 
@@ -355,6 +362,17 @@ def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, 
     assert "the target's code with the baseline's weights: no room" in found.unseen
 
 
+def test_gradients_that_follow_or_are_scaled_are_not_named(
+    given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = SimpleNamespace(groups=("b",), text="scaled by 2", taken_out_of=lambda frame: frame)
+    monkeypatch.setattr(judgement, "gradient_scaling", lambda *_: scaling)
+    monkeypatch.setattr(judgement, "consequences", lambda frame, named, threshold: [*named])
+    found = named_in(made)
+    assert (found.named, found.following, found.scaled, found.inputs) == ([], ["c"], ("b",), ["b"])
+    assert found.data[-1] == "scaled by 2"
+
+
 def test_jobs_have_their_own_floor_and_data(given: dict[str, Any], made: Made) -> None:
     jobs = replace(JOBS, constant=3e-3, unseen=("other steps",))
     made.runs.job_remarks = lambda compared, grafted, not_repeated: jobs
@@ -437,10 +455,12 @@ def test_masked_values_are_left_out_where_something_differs_and_nothing_is_named
     assert unmasked() == []
 
 
-def test_the_origin_of_errors_is_sought_of_named_values_alone(made: Made) -> None:
-    hints: Any = SimpleNamespace(
-        origins=lambda frame, named, rows, added, threshold: made.note(tuple(named), "origins")
-    )
+def test_the_origin_of_errors_is_sought_of_named_values_alone(given: dict[str, Any], made: Made) -> None:
+    def sought(frame: Any, named: Sequence[str], rows: Any, added: Any, threshold: float) -> Any:
+        added(rows)
+        return made.note(tuple(named), "origins")
+
+    hints: Any = SimpleNamespace(origins=sought)
 
     def origins(*named: str, **more: Any) -> Any:
         made.naming = naming(**more)
@@ -451,6 +471,11 @@ def test_the_origin_of_errors_is_sought_of_named_values_alone(made: Made) -> Non
     made.runs.request.constant_floor = None
     assert origins("b", "c", "d@grad", inputs=["c"]) == "origins"
     assert made.asked == [("b",)]
+    assert given["added_frame"][1] == {"own": "of taps", "constant": assumed_floor(["float32"])[0]}
+    made.evidence = replace(made.evidence, selves=[object()])  # type: ignore[list-item]
+    origins("b")
+    assert given["added_frame"][1]["constant"] is None
+    made.asked.pop()
     assert origins("c", "d@grad", inputs=["c"]) is None
     assert origins("b", not_repeated=["a"]) is None
     made.runs.request.explain = False
