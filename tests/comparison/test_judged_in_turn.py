@@ -195,11 +195,14 @@ def test_pairs_of_a_model_are_in_force_only_for_its_calls(turns: Any, monkeypatc
         return replace(compared(), match=f"pairs of {ours[0].model}")  # type: ignore[arg-type]
 
     monkeypatch.setattr(scripts, "judge_held_calls", judge)
+    edits = []
     for model in ("Embed", "Embed", "Net", "Embed", "Embed"):
         turns._judge_call(held(call(model), call(model)))
+        edits.append(list(SESSION.edits))
+        SESSION.edits.clear()
     first = "pairs of Embed"
     assert given == [None, first, None, first, first]
-    assert SESSION.edits == [{"pairs": None}, {"pairs": first}]
+    assert edits == [[], [], [{"pairs": None}], [{"pairs": first}], []]
     assert turns._models == ["Embed", "Embed", "Net", "Embed", "Embed"]
     assert turns._apart == {"w": 0.1}
 
@@ -259,8 +262,9 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert differing.remarks[-1].startswith("Not checked: single calls, because the sides call their models with")
     assert len(SESSION.runs) == 1
     turns._started = Started()
-    turns._judge_update(held(update(), update()))
-    assert [set(each) for each in turns._started.kept] == [{"baseline", "target"}]
+    turns._judge_update(held(update(number=3), update(number=4)))
+    assert turns._started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
+    assert turns.announced == []
 
 
 def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
@@ -273,7 +277,7 @@ def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) ->
     assert found.remarks[-1].endswith("--keep-going refuses that.")
     turns._started = Started()
     assert turns._judge_update(by_closure).remarks == ()
-    assert len(turns._started.judged) == 1
+    assert len(turns._started.judged) == len(turns.announced) == 1
 
 
 # ---- sides that do not wait alike -----------------------------------------------------------------------------------
@@ -316,6 +320,9 @@ def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monke
         "inconclusive",
         "1 call of Net agrees. Then the target `run` exits with 3.",
     )
+    # The code of a script that continues is not known.
+    monkeypatch.setattr(scripts, "other_exit_code", lambda ended: pytest.fail("it has not ended"))
+    assert turns._ended(held(call(), ended)).answer == "differ"
     turns._judged = None
     turns._raised = ["only raised"]
     with pytest.raises(SessionError, match="only raised"):
