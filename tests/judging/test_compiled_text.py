@@ -33,6 +33,11 @@ def comparison(untapped: float, tapped: float, *named: str, **more: Any) -> Comp
     return CompiledComparison(**{"verdict": verdict(*named), "untapped": untapped, "tapped": tapped, **usual, **more})
 
 
+def line(number: int) -> MiscompiledLine:
+    inner, outer = (SourceFrame("model.py", number + more, "f", "x = x") for more in (0, 100))
+    return MiscompiledLine("model.py", number, f"line {number}", ("sin", "mul"), (inner, outer))
+
+
 # ---- the text --------------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +81,8 @@ def comparison(untapped: float, tapped: float, *named: str, **more: Any) -> Comp
             {"not_in_float64": "no kernel"},
             "does not run in float64 (no kernel), so the floors do not include",
         ),
+        (4e-7, 4e-7, {"exact": (2.5e-7, 2e-7, 3e-7)}, "and 3.0e-07 from the compiled one."),
+        (0.1, 0.1, {"pieces": PieceSearch((line(7), line(8)), True)}, "The compiled code of these lines is wrong"),
         (0.1, 0.1, {"not_whole": "a break"}, "cannot compile this call as a whole (a break)."),
         (0.1, 0.1, {"other_mode": 5e-7}, "(torch.no_grad), its result agrees too."),
         (0.1, 0.1, {"other_mode": 0.2}, "its result is 2.0e-01 from the eager one, which is no better."),
@@ -105,11 +112,6 @@ def test_a_named_tap_is_more_than_rounding_and_blames_nobody_else() -> None:
     text = comparison(0.1, 0.1, "b", exact=(3e-7, 2e-7, 3e-7)).text
     assert "which rounds less often." in text
     assert "not at fault" not in text
-
-
-def line(number: int) -> MiscompiledLine:
-    inner, outer = (SourceFrame("model.py", number + more, "f", "x = x") for more in (0, 100))
-    return MiscompiledLine("model.py", number, f"line {number}", ("sin", "mul"), (inner, outer))
 
 
 def test_miscompiled_lines_are_listed_from_both_ends() -> None:
@@ -190,8 +192,14 @@ def given(monkeypatch: pytest.MonkeyPatch) -> type[Given]:
 
 def compared(given: type[Given], distance: dict[tuple[Any, Any], float], **more: Any) -> CompiledComparison:
     given.distance = distance
-    options: dict[str, Any] = {"args": (1,), "kwargs": {"k": 2}, "options": {"backend": "eager"}, "threshold": 5.0}
-    return compare_compiled(None, math.sqrt, **{**options, **more})  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "function": math.sqrt,
+        "args": (1,),
+        "kwargs": {"k": 2},
+        "options": {"backend": "eager"},
+        "threshold": 5.0,
+    }
+    return compare_compiled(None, **{**options, **more})  # type: ignore[arg-type]
 
 
 BOTH = {(None, ()): 0.0, ("no_grad", ()): 0.0, (None, None): 0.0, ("no_grad", None): 0.0}
@@ -205,7 +213,11 @@ def test_a_call_is_judged_as_it_is_called_unless_only_its_other_mode_is_wrong(gi
     assert (request.baseline, request.target.names, request.threshold) == (math.sqrt, None, 5.0)
     assert (request.args, request.kwargs) == ((1,), {"k": 2})
     assert request.exact is not None
-    assert request.target.options == {"backend": "eager"}
+    assert (request.target.options, request.target.source) == ({"backend": "eager"}, None)
+    assert request.target.packed is not None
+    compared(given, BOTH, function="f(x)", args=(), kwargs=None, threshold=3.0)
+    assert (given.asked[-1].target.source, given.asked[-1].target.packed) == ("f(x)", None)
+    assert given.asked[-1].threshold == 3.0
     found = compared(given, {**BOTH, ("no_grad", ()): 0.1, ("no_grad", None): 0.1})
     assert (found.grad_mode, found.untapped, found.tapped, found.other_mode) == ("no_grad", 0.1, 0.1, 0.0)
     assert isinstance(given.asked[-1].baseline, CallInMode)
@@ -233,6 +245,9 @@ def test_the_tap_that_mends_a_result_is_found_by_halves(given: Any) -> None:
     assert found.graphs == 1 + 2 + 2
     apart = {(None, names[:n]): 0.1 if n < 4 else 0.0 for n in range(5)}
     assert compared(given, {**apart, (None, None): 0.0}).fused == "d"
+    # Halfway between them, by their logarithms.
+    apart = {(None, names[:n]): (0.1, 0.1, 2e-4, 1e-6, 1e-6)[n] for n in range(5)}
+    assert compared(given, {**apart, (None, None): 1e-6}).fused == "b"
     # With the taps the result is hardly nearer.
     assert compared(given, {(None, ()): 0.1, (None, None): 0.05}).fused is None
 
@@ -241,6 +256,7 @@ def test_what_cannot_be_compiled_so_is_refused() -> None:
     for function, more, said in (
         ("f(x)", {"args": (1,)}, "'f(x)' is an expression, which takes no args"),
         ("f(x)", {"kwargs": {"x": 1}}, "which takes no args"),
+        ("f(", {}, "is not valid Python"),
         (math.sqrt, {"grad_mode": "no"}, "grad_mode is 'no'; it takes "),
     ):
         usual: dict[str, Any] = {"args": (), "kwargs": None, "options": {}, "threshold": 5.0}
@@ -280,6 +296,7 @@ def test_distances_are_measured_from_the_eager_and_from_the_exact_result() -> No
     assert made.distances(None, "with every tap") == (pytest.approx(1.0), pytest.approx(0.0))
     assert made.graphs == 2
     (title, eager, compiled, args, kwargs), (_, rounding, nothing, *_), (last, *_) = made.asked
+    assert made.asked[2][2].names is None
     assert (title, last) == ("compilation 1, without taps", "compilation 2, with every tap")
     assert (eager, compiled.names, args, kwargs) == (math.sqrt, (), (1,), {"k": 2})
     assert (rounding.args, nothing) == ((math.sqrt, (1,), {"k": 2}, 7), None)
@@ -291,12 +308,14 @@ def test_distances_are_measured_from_the_eager_and_from_the_exact_result() -> No
 
 def test_what_ranks_find_differently_is_no_common_answer() -> None:
     found = CompilerSearch({"a": 1}, "eager", PieceSearch((), True), 3)
-    other = CompilerSearch({"b": 1}, "eager", PieceSearch((), True), 5)
-    for second, settings in ((found, {"a": 1}), (other, {})):
+    alike = CompilerSearch({"a": 1}, "aot_eager", PieceSearch((), True), 4)
+    other = CompilerSearch({"b": 1}, "aot_eager", PieceSearch((), True), 5)
+    for second, settings in ((alike, {"a": 1}), (other, {})):
         made = runs(([], [found, second]))
         made._floor = SimpleNamespace(rel_l2=1e-7)
         made.graphs = 2
-        assert made.search().settings == settings
+        searched = made.search()
+        assert (searched.settings, searched.stage) == (settings, "eager")
         assert made.graphs == 2 + second.compilations
         assert made.asked[0][2].args[2] == pytest.approx(5e-7)
     made = runs(([True, False], []), ([True, True], []))
