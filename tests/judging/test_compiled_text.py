@@ -105,7 +105,7 @@ def test_how_far_compiled_results_are_off_and_why_is_said(
     assert said in comparison(untapped, tapped, **more).text
 
 
-def test_a_named_tap_is_more_than_rounding_and_blames_nobody_else() -> None:
+def test_a_named_tap_is_more_than_rounding_and_nothing_else_is_blamed() -> None:
     text = comparison(0.1, 0.1, "b").text
     assert "That is more than rounding: rounding alone changes the eager result by 1.0e-07." in text
     assert "Tap the result" not in text

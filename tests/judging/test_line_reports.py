@@ -278,7 +278,7 @@ def test_a_counterpart_does_the_same_or_is_all_that_the_baseline_lost() -> None:
 # ---- whether the tap agrees now --------------------------------------------------------------------------------------
 
 
-def test_a_tap_agrees_by_the_row_of_its_own_call_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tap_agrees_by_the_row_of_its_call_and_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     made = search()
     mine = call("a")
     mine.wanted.is_at = lambda which, step, occurrence: (step, occurrence) == (2, 3)  # type: ignore[misc]
@@ -360,6 +360,10 @@ def test_a_line_has_all_that_was_found_about_its_operation() -> None:
 def test_operations_of_one_line_are_one_line_which_any_of_them_confirms() -> None:
     found = lines_of(call(before=on_both([lost(1, 7), lost(2, 7), lost(3, 0)]), kept=[lost(2, 7)], confirmed={2}))
     assert [(each.line, each.confirmed) for each in found] == [(7, True)]
+    also = call(before=on_both([lost(1, 7), lost(2, 7)]), kept=[lost(1, 7), lost(2, 7)], confirmed={1})
+    assert [(each.line, each.confirmed) for each in lines_of(also)] == [(7, True)]
+    at_last = call(before=on_both([lost(1, 7), lost(2, 7, is_later=True)]), kept=[lost(2, 7)])
+    assert [(each.line, each.confirmed) for each in lines_of(at_last)] == [(7, False)]
     many = [lost(n) for n in range(1, MOST_LINES + 3)]
     assert places(lines_of(call(before=on_both(many)))) == [("target", n) for n in range(1, MOST_LINES + 1)]
 
@@ -367,6 +371,8 @@ def test_operations_of_one_line_are_one_line_which_any_of_them_confirms() -> Non
 def test_a_random_draw_is_confirmed_only_if_it_reads_something() -> None:
     for inputs, confirmed in (((), False), ((1,), True)):
         drawn = lost(1, of={"is_random": True, "inputs": inputs})
+        plain = lost(1, of={"inputs": ()})
+        assert lines_of(call(before=on_both([plain]), kept=[plain], confirmed={1}))[0].confirmed
         assert [each.confirmed for each in lines_of(call(before=on_both([drawn]), kept=[drawn], confirmed={1}))] == [
             confirmed
         ]
@@ -413,6 +419,9 @@ def test_it_is_said_why_a_line_is_not_confirmed() -> None:
     assert why(lost(1, 0, of={"is_collective": True})) == ""
     # What may be intended is not the line that had to be confirmed.
     assert "a collective's" in why(lost(2, is_suspect=True), collective, lost(3))
+    summand = lost(4, is_summand=True)
+    assert "no such summands" in why(summand, lost(5, partner=6))
+    assert why(lost(5), summand) == ""
 
 
 def test_groups_that_agree_once_they_are_traced_have_no_line() -> None:
