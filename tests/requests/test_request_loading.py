@@ -203,15 +203,6 @@ def test_an_opaque_object_of_a_file_has_fields_of_their_own_types(field: str, va
         read(odd)
 
 
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_records_with_a_field_of_objects_are_not_made_into_an_array(protocol: int) -> None:
-    """Their memory would be taken for references to objects."""
-    mixed = np.array([(1, None)], dtype=[("number", int), ("thing", object)])
-    assert isinstance(read(mixed, protocol), Opaque)
-    plain = np.array([(1, 2.0)], dtype=[("number", int), ("other", float)])
-    assert np.array_equal(read(plain, protocol), plain)
-
-
 def test_only_torchs_own_names_are_dtypes() -> None:
     assert PickleReader().read(b"ctorch\nfloat32\n.") is torch.float32
     assert isinstance(PickleReader().read(b"celsewhere\nfloat32\n."), Opaque)
