@@ -135,7 +135,8 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         differing = [
             row["name"]
             for row in rows
-            if kind_of(row["tags"]) == kind and not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
+            if kind_of(row["tags"]) == kind
+            and (row["nonfinite_differ"] or (row["rel_l2"] or 0.0) > _DRIFT * roundoff(coarser_dtype(row)))
         ]
         if differing:
             sentences.append(f"{what} before this update: {first_of([*differing], 4)}.")

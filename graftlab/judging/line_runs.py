@@ -211,8 +211,10 @@ class LineSearch:
     @property
     def lines(self) -> list[DifferingLine]:
         """The lines that were found, in the groups' order; empty where the runs cannot be traced."""
-        found = [line for each in self._found_calls for line in self._lines_of(each)]
-        return list({(each.group, each.side, each.file, each.line): each for each in reversed(found)}.values())[::-1]
+        found: dict[tuple[str, Side, str, int], DifferingLine] = {}
+        for line in (line for each in self._found_calls for line in self._lines_of(each)):
+            found.setdefault((line.group, line.side, line.file, line.line), line)
+        return list(found.values())
 
     def _calls(self, group: str) -> list[_TracedCall]:
         """The group's call that adds the most, and its first that adds more than rounding, if at another tap."""

@@ -86,3 +86,36 @@ def test_a_wait_that_is_over_at_once_is_reported_too() -> None:
     titles: list[str] = []
     with reported_to(titles.append), LongWait("run 1", "rows", int):
         assert titles == ["run 1"]
+
+
+def test_titles_are_reported_to_one_at_a_time_and_no_longer_than_asked() -> None:
+    outer: list[str] = []
+    inner: list[str] = []
+    with reported_to(outer.append):
+        with reported_to(inner.append):
+            progress.report_progress("one")
+        progress.report_progress("two")
+    progress.report_progress("three")
+    assert (inner, outer) == (["one"], ["two"])
+
+
+def test_a_bar_is_made_once_and_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    for stream, hidden in ((Terminal(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with LongWait("run 1", "rows", lambda: 0) as wait:
+            wait.next_look(None)
+            bar = wait._bar
+            wait.next_look(None)
+            assert wait._bar is bar
+            assert bar.disable is hidden
+        assert bar.disable, "it is closed"
+
+
+def test_until_a_bar_is_due_the_wait_is_looked_at_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with LongWait("run 1", "rows", lambda: 0) as wait:
+        now[0] += progress.PATIENCE - progress.INTERVAL / 4
+        assert wait.next_look(None) == pytest.approx(progress.INTERVAL / 4)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import linecache
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +79,20 @@ def test_other_errors_are_raised_without_a_retry(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemError, match="unknown opcode"):
         parse("1")
     assert len(calls) == 1
+
+
+def test_an_expression_silences_no_warning_but_its_own() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        parse_expression(r"'\d' in name")
+        warnings.warn("of the user's code", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["of the user's code"]
+
+
+def test_an_installed_source_has_the_lines_of_its_file() -> None:
+    sources.install_source("<installed>", "a = 1\nb = 2\n")
+    assert linecache.getline("<installed>", 2) == "b = 2\n"
+    assert sources.source_of("<installed>") == "a = 1\nb = 2\n"
 
 
 def test_everything_of_ours_is_read_here() -> None:

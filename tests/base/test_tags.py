@@ -6,6 +6,7 @@ import math
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from graftlab.base.tags import (
     TapIdentity,
     distinguishes_taps,
     identity,
+    is_no_tag,
     own_tags,
     rank_tags,
 )
@@ -110,3 +112,13 @@ def test_a_tap_is_the_same_in_its_row_after_the_row_was_written_and_read(own: di
     row = Row(0, 0, 1, "h", given, "b2t", "target", 0, "compared", [0])
     assert identity(decode(encode(row)).tags) == identity(given)
     assert hash(identity(given)) == hash(identity(dict(reversed(given.items()))))
+
+
+def test_a_tap_without_a_status_is_of_the_original_pass() -> None:
+    assert identity({"name": "h"}) == identity({"name": "h", "recompute_status": "original"})
+
+
+def test_arrays_are_no_tags_and_their_scalars_are() -> None:
+    assert is_no_tag("mask", np.ones(2))
+    assert is_no_tag("mask", torch.ones(2))
+    assert not is_no_tag("scale", np.float32(2))

@@ -62,5 +62,8 @@ def test_bytes_become_a_tensor_on_the_cpu_whatever_the_default_device_is() -> No
     with torch.device("meta"):
         for shape in ((0, 3), (2, 3)):
             data = bytes(4 * math.prod(shape))
-            made = assembled([data[:5], data[5:]], len(data), torch.float32, shape)
-            assert (made.device.type, tuple(made.shape)) == ("cpu", shape)
+            for made in (
+                assembled([memoryview(data)[:5], memoryview(data)[5:]], len(data), torch.float32, shape),
+                from_bytes(data, torch.float32, shape),
+            ):
+                assert (made.device.type, tuple(made.shape)) == ("cpu", shape)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from kit.rows import row
+from kit.rows import tap
 
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference
@@ -19,17 +19,10 @@ from graftlab.judging.judgement import Judgement
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.plan.plan import GraftPlan
-from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.unexplained import ReturnedValues
 
 NAMES = ("a", "b", "c")
-
-
-def tap(name: str, order: int, rel_l2: float = 0.0, **more: Any) -> Row:
-    usual = {f"{of}_{side}": value for side in ("baseline", "target") for of, value in (("mean", 0.0), ("std", 1.0))}
-    usual |= {"max_abs": rel_l2, "mean_abs": 0.8 * rel_l2}
-    return row(name, order, **{"rel_l2": rel_l2, **usual, **more})
 
 
 def taps(status: str = "compared", **differences: float) -> pd.DataFrame:

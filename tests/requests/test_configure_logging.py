@@ -183,7 +183,7 @@ def test_an_unknown_or_wrong_setting_gets_400_with_the_reason(
 @pytest.mark.parametrize(
     ("level", "told", "untold"),
     [
-        (0, ["'a'", "1.500 s"], ["cached", "prompt", "answer"]),
+        (0, ["'a'", "took 1.500 s"], ["cached", "prompt", "answer"]),
         (1, ["'a'", "cached"], ["prompt", "answer"]),
         (2, ["'a'", "cached", "prompt", "answer"], ["the end of it"]),
         (3, ["'a'", "cached", "prompt", "answer", "the end of it"], []),

@@ -884,3 +884,15 @@ def test_a_dumpers_default_sizes_are_those_of_its_page(tmp_path: Path) -> None:
     settings = RequestLogging(dumper).settings
     assert (settings.log_requests, settings.log_requests_level) == (False, 0)
     assert dumper.close()
+
+
+def test_requests_that_are_open_are_counted_against_the_limit(tmp_path: Path) -> None:
+    dumper = RequestDumper(tmp_path, crash_folder=tmp_path, threshold=1, max_waiting=2)
+    limit = dumper._writer.limit
+    requests = [{"rid": str(n)} for n in range(limit + 1)]
+    try:
+        assert [dumper.begin(each, 1.0) for each in requests] == [*[True] * limit, False]
+        dumper.forget(requests[0])
+        assert dumper.begin(requests[-1], 1.0)
+    finally:
+        dumper.close()

@@ -203,6 +203,11 @@ def test_an_opaque_object_of_a_file_has_fields_of_their_own_types(field: str, va
         read(odd)
 
 
+def test_only_torchs_own_names_are_dtypes() -> None:
+    assert PickleReader().read(b"ctorch\nfloat32\n.") is torch.float32
+    assert isinstance(PickleReader().read(b"celsewhere\nfloat32\n."), Opaque)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("module", ["graftlab.requests.served", "graftlab.engine.request"])
 @pytest.mark.parametrize("before", ["", "import graftlab.engine"])

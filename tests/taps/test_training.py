@@ -13,8 +13,6 @@ from torch import nn
 import graftlab as gl
 from graftlab.taps import training
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def one_and_two() -> Iterator[gl.Session]:
@@ -67,6 +65,7 @@ def called(times: int, scale: float = 1.0) -> None:
             model(batch(), mask=torch.ones(4))
 
 
+@pytest.mark.ranks
 def test_weights_buffers_and_inputs_are_taps_before_the_values(session: gl.Session) -> None:
     frame = session.run(called, called, args=(1,)).frame
     assert [(name, kind if isinstance(kind, str) else "value") for name, kind in kinds(frame)] == [
@@ -79,6 +78,7 @@ def test_weights_buffers_and_inputs_are_taps_before_the_values(session: gl.Sessi
     assert set(frame["status"]) == {"compared"}
 
 
+@pytest.mark.ranks
 def test_weights_are_shown_once_a_step(session: gl.Session) -> None:
     names = list(session.run(called, called, args=(3,)).frame["name"])
     assert names.count("first.weight") == 1
@@ -100,6 +100,7 @@ def replaced(scale: float) -> list[float]:
     return [*seen, float(given.sum())]
 
 
+@pytest.mark.ranks
 def test_grafted_input_is_replaced_without_changing_the_callers_tensor(session: gl.Session) -> None:
     session.edit(b2t="kind == 'input'")
     assert session.run(replaced, replaced, args=(3.0,)).target == [[4.0, 12.0]]
@@ -112,6 +113,7 @@ def wrapped() -> list[str]:
     return gl.watch(model, params=True, include="name in ('norm.weight', 'norm')").names
 
 
+@pytest.mark.ranks
 def test_a_compiled_model_has_the_same_names(session: gl.Session) -> None:
     run = session.run(wrapped, wrapped)
     assert run.baseline == run.target == [["norm.weight", "norm"]]
@@ -133,6 +135,7 @@ def trained(ours: dict[str, Any], theirs: dict[str, Any], kind: str = "AdamW", p
         optimizer.step()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": False}])
 def test_however_a_step_is_made_its_taps_are_the_same(session: gl.Session, options: dict[str, Any]) -> None:
     frame = session.run(trained, trained, args=({"foreach": False}, options)).frame
@@ -149,6 +152,7 @@ def test_however_a_step_is_made_its_taps_are_the_same(session: gl.Session, optio
     assert set(settings["shape"].map(tuple)) == {(6,)}
 
 
+@pytest.mark.ranks
 def test_gradients_are_shown_as_they_were_accumulated(session: gl.Session) -> None:
     frame = session.run(trained, trained, args=({}, {}, "SGD", 4)).frame
     gradients = frame[frame["kind"] == "param_grad"]
@@ -169,6 +173,7 @@ def scaled(fused: bool, grafted: float = 0.0) -> float:
     return float(model.first.weight.sum())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_shown_without_a_scalers_factor(session: gl.Session, fused: bool) -> None:
     frame = session.run(scaled, scaled, args=(fused,)).frame
@@ -176,6 +181,7 @@ def test_gradients_are_shown_without_a_scalers_factor(session: gl.Session, fused
     assert frame["rel_l2"].max() < 1e-4
 
 
+@pytest.mark.ranks
 def test_a_grafted_gradient_counts_under_a_scaler(session: gl.Session) -> None:
     session.edit(b2t="kind == 'param_grad'", compare=None)
     run = session.run(scaled, scaled, args=(True, 1.0))
@@ -208,6 +214,7 @@ def distributed(how: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two: gl.Session, how: str) -> None:
     frame = reset(one_and_two).run(distributed, distributed, args=(how,)).frame
@@ -280,6 +287,7 @@ def backward_once() -> None:
         optimizer.step()
 
 
+@pytest.mark.ranks
 def test_gradients_of_weights_are_tapped_in_the_order_of_the_backward_pass(session: gl.Session) -> None:
     session.edit(compare="kind == 'param_grad'")
     frame = session.run(backward_once, backward_once).frame

@@ -1,0 +1,332 @@
+"""How each held call and update of two scripts is judged in its turn, and what is said before the comparison's text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from graftlab.comparison import scripts
+from graftlab.comparison.held_calls import Answer, Comparison
+from graftlab.comparison.held_units import HeldUnits
+from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
+from graftlab.comparison.started_scripts import how_started
+from graftlab.errors import SessionError
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, keep_inputs
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.verdict.wording import Findings
+
+
+def call(model: str = "Net", number: int = 1, **more: Any) -> CallDescription:
+    return replace(CallDescription(model, number, False, ("a",), {"": torch.ones(2)}, {}), **more)
+
+
+def update(**more: Any) -> Any:
+    made = object.__new__(UpdateDescription)
+    usual = {"optimizer": "AdamW", "number": 1, "not_repeated": False, "has_closure": False}
+    made.__dict__.update({**usual, **more})
+    return made
+
+
+def compared(answer: Answer = "agree", remarks: Sequence[str] = (), **found: Any) -> Comparison:
+    row = {"name": "w", "group": "w", "tags": {"kind": "param_grad"}, "label": "clean", "error": 0.1}
+    frame = pd.DataFrame([{**row, "ratio": 0.5, "added": 0.0, "dtype": "float32", "cast": None}])
+    return Comparison(
+        Findings(**{"frame": frame, "threshold": 5.0, "target_ranks": 1, **found}),
+        1,
+        SESSION,
+        None,
+        answer,
+        tuple(remarks),
+    )
+
+
+SESSION: Any = SimpleNamespace(
+    folder=None, plan=SimpleNamespace(pairs=()), edits=[], runs=[], ranks=[SimpleNamespace(alive=True)] * 2
+)
+SESSION.edit = lambda **changes: SESSION.edits.append(changes)
+SESSION.run = lambda *functions: SESSION.runs.append(functions)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    SESSION.folder = tmp_path
+    SESSION.edits.clear()
+    SESSION.runs.clear()
+    announced: list[str] = []
+    made: Any = _HeldInTurn(SESSION, ScriptChoice(), announce=announced.append)
+    made.announced = announced
+    made._compared = compared()
+    return made
+
+
+class Started:
+    """Scripts that are started again for each run."""
+
+    def __init__(self) -> None:
+        self.judged: list[Any] = []
+        self.kept: list[Any] = []
+        self.starts = 3
+
+    def judge_call(self, *given: Any) -> Comparison:
+        self.judged.append(given)
+        return compared("differ")
+
+    def judge_update(self, *given: Any) -> Comparison:
+        self.judged.append(given)
+        return compared()
+
+    def keep(self, units: Any) -> None:
+        self.kept.append(units)
+
+
+def held(baseline: Any = None, target: Any = None) -> HeldUnits:
+    return HeldUnits([baseline or call()], [target or call()])
+
+
+# ---- what agrees -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
+    turns._models = ["Embed", "Net", "Net"]
+    assert turns._agreed() == "1 call of Embed and 2 calls of Net agree."
+    assert turns._agreed(1) == "1 call of Embed agrees."
+    turns._results = ["Net"] * 2
+    assert turns._agreed() == ("1 call of Embed and 2 calls of Net agree, and so do the results of the next 2 calls.")
+    turns._models, turns._updates = [], 1
+    turns._results = []
+    assert turns._agreed() == "1 update of the weights agrees."
+    turns._updates, turns._results = 0, ["Net"]
+    assert turns._agreed() == "the results of the next 1 call agree."
+    turns._undecided, turns._models = {0: compared("inconclusive"), 1: compared("inconclusive")}, ["Net", "Net"]
+    turns._results = []
+    assert turns._agreed() == "Calls 1 and 2 cannot be judged whole."
+    assert turns._agreed(1) == "Call 1 cannot be judged whole."
+
+
+@pytest.mark.parametrize(("calls", "updates"), [(1, 0), (0, 1)])
+def test_after_an_interrupt_what_was_judged_so_far_is_said(calls: int, updates: int, turns: Any) -> None:
+    turns._models, turns._updates = ["Net"], 1
+    assert turns.known == "Nothing was judged yet."
+    turns._judged = calls, updates
+    assert turns.known == ("So far: 1 call of Net agrees." if calls else "So far: 1 update of the weights agrees.")
+
+
+def test_a_single_call_that_proves_nothing_has_its_reasons_in_its_own_text(turns: Any) -> None:
+    turns._models, turns._undecided = ["Net"], {0: compared("inconclusive", ["its reason"])}
+    found = turns._concluded(["more calls"])
+    assert (found.answer, [each for each in found.remarks if each]) == ("inconclusive", ["more calls", "its reason"])
+    turns._models.append("Net")
+    assert turns._concluded().remarks[0] == "1 call of Net agrees. Call 1 cannot be judged whole."
+    turns._models.pop()
+    turns._updates = 1
+    assert turns._concluded().remarks[0].startswith("1 update of the weights agrees.")
+
+
+def test_how_the_runs_were_made_and_what_was_passed_are_part_of_the_answer(turns: Any) -> None:
+    turns._raised = ["a call that raises"]
+    found = turns._with(compared("agree", ["own"]), ("first",), "inconclusive")
+    assert (found.answer, found.remarks) == ("inconclusive", ("first", "own", "a call that raises"))
+    assert (found.how, found.starts) == (scripts._HOW, 0)
+    turns._started = Started()
+    found = turns._with(compared("differ"), ())
+    assert (found.answer, found.how, found.starts) == ("differ", how_started(3), 3)
+    turns._started.starts = 0
+    assert turns._with(compared(), ()).how == scripts._HOW
+
+
+def test_where_something_differs_it_is_said_in_which_call_or_update(turns: Any) -> None:
+    def said(models: Sequence[str], updates: int = 0, since: int = 1, **found: Any) -> str:
+        turns._models, turns._updates, turns._since_update = list(models), updates, since
+        return "".join(turns._at_last(compared("differ", **found)).remarks[:1])
+
+    assert said(["Net"]) == ""
+    assert said(["Embed", "Net"]) == "1 call of Embed agrees. In call 2, of Net:"
+    assert said([], 1, 0) == "In update 1 of the weights:"
+    assert said([], 2, 0) == "1 update of the weights agrees. In update 2 of the weights:"
+    assert said(["Net"], 1, 0) == "1 call of Net agrees. In update 1 of the weights:"
+    # A call after an update that agrees.
+    assert said(["Net"], 1, 1) == "1 update of the weights agrees. In call 1, of Net:"
+    inputs = pd.DataFrame({"group": ["input.x@input"], "label": ["culprit"]})
+    of_inputs: dict[str, Any] = {"frame": inputs, "inputs": ["input.x@input"]}
+    assert said(["Embed", "Net"], **of_inputs) == (
+        "1 call of Embed agrees. Before call 2, of Net, its inputs differ, and the calls before it agree: the scripts' "
+        "own code between the calls differs, or rounding has flipped a choice, such as a token."
+    )
+    # Nothing came before the first call.
+    assert said(["Net"], 1, 1, **of_inputs).endswith("In call 1, of Net:")
+
+
+def test_tokens_are_compared_only_where_their_logits_were_and_nothing_else_differs(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "chosen_tokens", lambda before, newest, threshold: ["a token"])
+    inputs = pd.DataFrame({"group": ["input.x@input"], "label": ["culprit"]})
+    of_inputs: dict[str, Any] = {"frame": inputs, "inputs": ["input.x@input"], "data": ["The inputs already differ: x"]}
+
+    def tokens(**more: Any) -> bool:
+        return bool(turns._chosen_tokens(compared("differ", **{**of_inputs, **more})))
+
+    turns._before = turns._newest = (call(), call())
+    assert tokens()
+    assert not tokens(failed=["the swap failed"])
+    assert not tokens(inputs=["input.y@input"])
+    assert not tokens(data=[*of_inputs["data"], "The weights already differ: w"])
+    assert not tokens(frame=inputs.assign(label="clean"))
+    turns._newest = None
+    assert not tokens()
+    turns._before, turns._newest = None, (call(), call())
+    assert not tokens()
+
+
+# ---- one call, one update --------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_a_model_are_in_force_only_for_its_calls(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def judge(repeats: Any, ours: Any, theirs: Any, judging: Any, known: Any) -> Comparison:
+        given.append(known)
+        return replace(compared(), match=f"pairs of {ours[0].model}")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scripts, "judge_held_calls", judge)
+    edits = []
+    for model in ("Embed", "Embed", "Net", "Embed", "Embed"):
+        turns._judge_call(held(call(model), call(model)))
+        edits.append(list(SESSION.edits))
+        SESSION.edits.clear()
+    first = "pairs of Embed"
+    assert given == [None, first, None, first, first]
+    assert edits == [[], [], [{"pairs": None}], [{"pairs": first}], []]
+    assert turns._models == ["Embed", "Embed", "Net", "Embed", "Embed"]
+    assert turns._apart == {"w": 0.1}
+
+
+def test_a_call_that_cannot_be_repeated_is_judged_by_starting_again_or_refused(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared())
+    cannot = held(call(fails_when_repeated="KeyError"))
+    refused = turns._judge_call(cannot)
+    assert refused.remarks[-1] == f"{scripts._REFUSED} --keep-going refuses that."
+    turns._choice = ScriptChoice(restart=False)
+    assert turns._judge_call(cannot).remarks[-1] == f"{scripts._REFUSED} --no-restart refuses that."
+    assert turns._judge_call(held()).remarks == ()
+    turns._started = Started()
+    assert turns._judge_call(held()).answer == "agree"
+    assert (turns._started.judged, turns.announced) == ([], [])
+    assert turns._judge_call(cannot).answer == "differ"
+    assert len(turns._started.judged) == 1
+    (said,) = turns.announced
+    assert "The scripts will be started again" in said
+    # A verdict may show it later than the description.
+    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared("inconclusive", not_repeated=["a"]))
+    assert turns._judge_call(held()).answer == "differ"
+    assert len(turns._started.judged) == 2
+
+
+def test_a_call_that_proves_nothing_is_followed_unless_it_cannot_be_repeated(turns: Any) -> None:
+    unclear = compared("inconclusive")
+    assert turns._may_follow(held(), unclear)
+    cannot = held(call(fails_when_repeated="KeyError"))
+    assert not turns._may_follow(cannot, unclear)
+    turns._started = Started()
+    assert turns._may_follow(cannot, unclear)
+    assert not turns._may_follow(held(), compared("inconclusive", target_not_repeated=["a"]))
+
+
+def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    answers: list[Answer] = ["agree", "differ", "agree"]
+
+    def judge(repeats: Any, ours: Any, theirs: Any, judging: Any, proposal: Any, apart: Any) -> Comparison:
+        given.append((proposal, dict(apart)))
+        return compared(answers.pop(0))
+
+    monkeypatch.setattr(scripts, "judge_held_updates", judge)
+    turns._proposals, turns._apart = {("A", "A"): "of A", ("B", "B"): "of B"}, {"w": 0.1}
+    turns._since_update = 4
+    assert turns._judge_update(held(update(), update())).answer == "agree"
+    assert given == [("of B", {"w": 0.1})]
+    assert (turns._updates, turns._since_update) == (1, 0)
+    assert SESSION.runs == [(keep_inputs, keep_inputs)]
+    turns._unpaired = compared("inconclusive")
+    differing = turns._judge_update(held(update(), update()))
+    assert differing.remarks[-1].startswith("Not checked: single calls, because the sides call their models with")
+    assert len(SESSION.runs) == 1
+    turns._started = Started()
+    turns._judge_update(held(update(number=3), update(number=4)))
+    assert turns._started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
+    assert turns.announced == []
+
+
+def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
+    by_closure = held(update(has_closure=True), update())
+    with pytest.raises(SessionError, match="the scripts begin with an update by a closure"):
+        turns._judge_update(by_closure)
+    turns._judged, turns._compared = (1, 0), compared("differ", ["of call 1"])
+    found = turns._judge_update(by_closure)
+    assert (found.answer, found.remarks[0], turns._updates) == ("agree", "of call 1", 0)
+    assert found.remarks[-1].endswith("--keep-going refuses that.")
+    turns._started = Started()
+    assert turns._judge_update(by_closure).remarks == ()
+    assert len(turns._started.judged) == len(turns.announced) == 1
+
+
+# ---- sides that do not wait alike -----------------------------------------------------------------------------------
+
+
+def test_the_side_that_calls_while_the_other_updates_continues_alone(turns: Any) -> None:
+    sides: list[Any] = []
+
+    def continued(side: str, before: HeldUnits) -> HeldUnits:
+        sides.append(side)
+        return HeldUnits([update()], before.target)
+
+    turns._next = continued
+    found = turns._brought_together(held(call(), update()))
+    assert sides == ["baseline"]
+    assert found.both_hold(UpdateDescription)
+    turns._next = lambda side, before: None
+    assert turns._brought_together(held(call(), update())) is None
+    same = held()
+    assert turns._brought_together(same) is same
+
+
+def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "scripts_of", lambda session: {})
+    ended = object.__new__(ScriptEnd)
+    turns._models, turns._judged = ["Net"], (1, 0)
+    monkeypatch.setattr(scripts, "other_exit_code", lambda ended: None)
+    for units, said in (
+        (held(call(), ended), "1 call of Net agrees. Then the baseline calls a model again, and the target ends"),
+        (held(ended, call()), "1 call of Net agrees. Then the target calls a model again, and the baseline ends"),
+        (held(ended, update()), "1 call of Net agrees. Then the target updates its weights again, and the baseline"),
+    ):
+        found = turns._ended(units)
+        assert found.answer == "differ"
+        assert found.remarks[0].startswith(said)
+    assert turns._ended(held(ended, ended)).answer == "agree"
+    monkeypatch.setattr(scripts, "other_exit_code", lambda ended: "target `run` exits with 3.")
+    found = turns._ended(held(ended, ended))
+    assert (found.answer, found.remarks[0]) == (
+        "inconclusive",
+        "1 call of Net agrees. Then the target `run` exits with 3.",
+    )
+    # The code of a script that continues is not known.
+    monkeypatch.setattr(scripts, "other_exit_code", lambda ended: pytest.fail("it has not ended"))
+    assert turns._ended(held(call(), ended)).answer == "differ"
+    turns._judged = None
+    turns._raised = ["only raised"]
+    with pytest.raises(SessionError, match="only raised"):
+        turns._ended(held(ended, ended))
+    turns._raised = []
+    with pytest.raises(SessionError, match=scripts._NOTHING_TO_JUDGE):
+        turns._ended(held(ended, ended))

@@ -1,0 +1,218 @@
+"""What is concluded of held updates from given rows and a given verdict, without a rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from kit.rows import tap
+
+from graftlab.comparison import held_updates
+from graftlab.comparison.gradients import GradientFindings
+from graftlab.comparison.held_calls import Comparison, JudgingChoice
+from graftlab.comparison.held_updates import _differing_settings, judge_held_updates
+from graftlab.control.verdicts import Verdict
+from graftlab.ranks.held_call import show_inputs, take_inputs
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.rows.store import to_frame
+from graftlab.verdict.added import added_frame, labelled
+from graftlab.verdict.model_data import BEGINNINGS
+from graftlab.verdict.wording import Findings
+
+
+def update(**more: Any) -> UpdateDescription:
+    made = object.__new__(UpdateDescription)
+    usual = {
+        "optimizer": "AdamW",
+        "not_repeated": False,
+        "has_closure": False,
+        "settings": {},
+        "dtypes": {"w": "float32"},
+    }
+    made.__dict__.update({**usual, **more})
+    return made
+
+
+def rows(*given: tuple[str, str | None, float], status: str = "compared", **more: Any) -> pd.DataFrame:
+    return to_frame(
+        [
+            tap(name, order, apart, own={} if kind is None else {"kind": kind}, status=status, **more)
+            for order, (name, kind, apart) in enumerate(given)
+        ]
+    )
+
+
+GIVEN = (("w", "param", 0.0), ("w", "param_grad", 0.0))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is given, and what was done."""
+    made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], gradients=GradientFindings(), named=())
+    made.data, made.following = [], ()
+
+    def run(*functions: Any) -> Any:
+        made.done.append(functions)
+        return SimpleNamespace(frame=made.given if functions == (show_inputs, show_inputs) else made.taken)
+
+    session: Any = SimpleNamespace(run=run)
+    monkeypatch.setattr(
+        held_updates, "lend_plan", lambda session, **plan: made.done.append((plan["b2t"], plan["compare"]))
+    )
+    monkeypatch.setattr(held_updates, "restore_plan", lambda session: made.done.append("restored"))
+    monkeypatch.setattr(held_updates, "judge_gradients", lambda *given: made.gradients)
+
+    def verdict(choice: Any, *, explain: bool) -> Verdict:
+        assert not explain
+        apart = [(name, kind, 0.1 if name in made.named else 0.0) for name, kind in made.taps]
+        frame = added_frame(rows(*apart, status="grafted"), {}, compared=rows(*apart), constant=1e-6)
+        named = [group for group in frame["group"] if group.partition("@")[0] in made.named]
+        labels = labelled(frame, named, made.following, {}, 5.0)
+        return Verdict(Findings(labels, 5.0, 1, data=made.data, following=made.following), 3)
+
+    made.taps = [("w", "param")]
+    made.repeats = SimpleNamespace(session=session, verdict=verdict)
+    return made
+
+
+def judged(made: Any, ours: Any = None, theirs: Any = None) -> Comparison:
+    updates = [ours or update()], [theirs or update()]
+    return judge_held_updates(made.repeats, *updates, JudgingChoice(), None, {})
+
+
+def test_equal_updates_agree_and_the_target_began_with_the_baselines_values(made: Any) -> None:
+    compared = judged(made)
+    assert (compared.answer, compared.named, compared.runs) == ("agree", [], 3)
+    assert compared.remarks == ("From equal weights, gradients and state both sides compute the same update.",)
+    assert made.done == [
+        (None, "True"),
+        (show_inputs, show_inputs),
+        "restored",
+        ("True", "True"),
+        (take_inputs, take_inputs),
+        "restored",
+    ]
+
+
+def test_a_different_update_differs_from_equal_values(made: Any) -> None:
+    made.named = ("w",)
+    compared = judged(made)
+    assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    assert compared.remarks[-1] == "The gradients agree, and the updates computed from them differ."
+    made.gradients = GradientFindings(sentences=("A gradient differs.",), named=("w",), unseen=("one gradient.",))
+    made.data = [f"{BEGINNINGS['optimizer']} of w", "The weights already differ"]
+    compared = judged(made)
+    assert compared.remarks == ("A gradient differs.", "Not checked: one gradient.")
+    assert compared.findings.data == ["The weights already differ"]
+    assert "w@param_grad" in compared.findings.inputs
+    assert compared.named == ["w@param_grad", "w@param"]
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(side: str, made: Any) -> None:
+    moved = update(not_repeated=True)
+    made.given = rows(("w", "param", 0.3), GIVEN[1])
+    compared = judged(made, *((moved, None) if side == "baseline" else (None, moved)))
+    assert compared.answer == "inconclusive"
+    assert compared.remarks[0].startswith(f"The {side}'s step of AdamW cannot be replayed")
+
+
+def test_weights_and_states_that_differ_before_the_update_differ_by_more_than_drift(made: Any) -> None:
+    made.given = rows(("w", "param", 0.3), ("v", "param", 1e-6), ("w.exp_avg", "optimizer", 0.3), GIVEN[1])
+    compared = judged(made)
+    assert compared.answer == "differ"
+    assert compared.remarks[:2] == (
+        "The weights already differ before this update: w.",
+        "The optimizer's state already differs before this update: w.exp_avg.",
+    )
+    made.given = rows(("w", "param", 1e-6), GIVEN[1])
+    assert judged(made).answer == "agree"
+    # Not a number on one side only.
+    made.given = rows(("w", "param", 0.0), GIVEN[1], nonfinite_differ=1)
+    assert judged(made).remarks[0] == "The weights already differ before this update: w."
+
+
+def test_what_could_not_be_grafted_or_compared_is_said(made: Any) -> None:
+    made.taken = rows(*GIVEN, status="failed")
+    assert judged(made).remarks[-1] == (
+        "Not checked: the update from equal values for w: the baseline's value could not be grafted there."
+    )
+    # A gradient of one side proves nothing of the update.
+    made.taken = made.given
+    made.given = rows(GIVEN[0])
+    compared = judged(made)
+    assert compared.answer == "inconclusive"
+    assert compared.remarks[0].startswith("No gradient was compared")
+    made.given = pd.concat([rows(GIVEN[0]), rows(GIVEN[1], status="missing")])
+    assert judged(made).answer == "inconclusive"
+    assert judged(made, update(has_closure=True)).answer == "agree"
+
+
+def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:
+    made.gradients = GradientFindings(sentences=("A gradient differs.",))
+    made.named, made.taps, made.following = ("w", "h"), [("h", None), ("w", "param")], ("x@grad",)
+    compared = judged(made, None, update(has_closure=True))
+    assert compared.remarks == ("From equal weights and state both sides compute different steps.",)
+    assert set(compared.named) == {"h", "w@param"}
+    # A value of a later call of the closure may follow from the weights, which the step has moved.
+    later = held_updates._differs_in_first_call
+    try:
+        held_updates._differs_in_first_call = lambda findings: False
+        compared = judged(made, update(has_closure=True))
+    finally:
+        held_updates._differs_in_first_call = later
+    assert compared.named == ["w@param"]
+    assert compared.findings.following == ()
+    assert compared.remarks[-1].startswith("The closure's first call agrees; its later calls have weights that")
+
+
+def test_a_value_of_the_closures_first_call_does_not_follow_from_the_step() -> None:
+    def first(**changes: Any) -> bool:
+        frame = added_frame(rows(("h", None, 0.1), status="grafted"), {}, constant=1e-6).assign(label="culprit")
+        return held_updates._differs_in_first_call(Findings(frame.assign(**changes), 5.0, 1))
+
+    assert first()
+    assert not first(occurrence=1)
+    assert not first(ratio=1.0)
+    assert not first(label="clean")
+
+
+def test_settings_are_compared_by_weight_and_said_once() -> None:
+    def said(ours: Any, theirs: Any, *names: str) -> list[str]:
+        given = [{"name": name, "tags": {"kind": "param"}} for name in names or ("w", "v")]
+        dtypes = dict.fromkeys(("w", "v"), "float32")
+        return _differing_settings(update(settings=ours, dtypes=dtypes), update(settings=theirs, dtypes=dtypes), given)
+
+    both = {"w": 0.1, "v": 0.1}
+    assert said({"lr": both}, {"lr": both}) == []
+    twice = {"w": 0.2, "v": 0.2}
+    assert said({"lr": both, "initial_lr": both}, {"lr": twice, "initial_lr": twice}) == [
+        "The optimizer's lr is 0.1 on the baseline and 0.2 on the target."
+    ]
+    assert said({"initial_lr": both}, {"initial_lr": twice}) == [
+        "The optimizer's initial_lr is 0.1 on the baseline and 0.2 on the target."
+    ]
+    assert said({"lr": both}, {"lr": {"w": 0.1, "v": 0.3}}) == [
+        "The optimizer's lr is 0.1 on the baseline and 0.3 on the target, for v."
+    ]
+    assert said({"betas": {"w": (0.9, 0.99)}}, {"betas": {"w": (0.9, 0.95)}}, "w") == [
+        "The optimizer's betas are (0.9, 0.99) on the baseline and (0.9, 0.95) on the target."
+    ]
+    assert said({"lr": both}, {}) == []
+
+
+def test_weights_of_another_dtype_are_listed_by_the_baselines_names() -> None:
+    given = [
+        {"name": name, "target_name": partner, "tags": {"kind": "param"}}
+        for name, partner in (("v", None), ("w", "t.w"), ("u", "t.u"))
+    ]
+    given.append({"name": "w", "target_name": None, "tags": {"kind": "param_grad"}})
+    ours = update(dtypes={"v": "float32", "w": "float32", "u": "float64"})
+    theirs = update(optimizer="SGD", dtypes={"v": "float32", "t.w": "bfloat16", "t.u": "float16"})
+    assert _differing_settings(ours, theirs, given) == [
+        "The optimizer is AdamW on the baseline and SGD on the target.",
+        "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update below their rounding is "
+        "lost.",
+    ]

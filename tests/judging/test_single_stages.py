@@ -1,0 +1,609 @@
+"""Single stages of a verdict, with given runs: what is measured, what is named, and what nothing explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from kit.verdict_stages import JOBS, Made, naming, taps
+
+from graftlab.diffs.rounding import assumed_floor
+from graftlab.judging import judgement
+from graftlab.judging.judgement import Judgement, Naming
+from graftlab.judging.mechanisms import LentWeights
+from graftlab.verdict.causes import Causes
+from graftlab.verdict.gradient_scaling import GradientScaling
+from graftlab.verdict.model_data import AGREES_WITH_THE_BASELINES, BEGINNINGS, BELOW, WITH_THE_BASELINES
+from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS
+from graftlab.verdict.rounds_differently import RoundingGroups
+from graftlab.verdict.unexplained import AccumulatedFloors
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
+
+
+class Differences:
+    """What a verdict asks about unexplained differences, with a sentence for each."""
+
+    found = ("no tap explains",)
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def not_compared(self, with_lost: bool) -> list[str]:
+        return [f"not compared, with lost: {with_lost}"]
+
+    def after_last_tap(self, all_grafted: bool) -> list[str]:
+        return ["after the last tap"] if all_grafted else []
+
+    def no_tap_explains(self) -> list[str]:
+        return list(self.found)
+
+    def only_sometimes(self, again: object, returned: object, count: int) -> list[str]:
+        return [f"only sometimes: {again}, {returned}, {count}"]
+
+    def without_partner(self, last: object) -> list[str]:
+        return [f"without partner: {last}"]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: [name]
+
+
+@pytest.fixture
+def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(judgement, "UnexplainedDifferences", Differences)
+    made.evidence = replace(
+        made.evidence,
+        returned="returned",  # type: ignore[arg-type]
+        floors=SimpleNamespace(last_tap=lambda: "last", returned_not_repeated=[]),  # type: ignore[arg-type]
+    )
+    made.runs.both = lambda why, wanted: made.note((why, wanted.compare), "again")
+    made.runs.returned = "results"
+
+    def sentences(named: Sequence[str] = (), has_taps: bool = True, **more: Any) -> tuple[list[str], ...]:
+        made.naming = naming(named, **more)
+        return Judgement(made.runs)._unexplained(made.evidence, made.naming, has_taps=has_taps)
+
+    return sentences
+
+
+def test_where_nothing_is_named_every_difference_is_reported(
+    unexplained: Any, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, without_output, written = unexplained()
+    assert found == [
+        "after the last tap",
+        "written",
+        "lost_gradients",
+        "no tap explains",
+        "only sometimes: again, results, 7",
+    ]
+    assert made.asked == [("without grafts again", "True")]
+    assert without_output == ["lost", "without partner: last", "turned"]
+    assert written == []
+    assert made.naming.unseen == ["not compared, with lost: False"]
+    # A user who names the output has chosen what counts.
+    made.runs.request.output = "logits"
+    assert unexplained()[1] == ["without partner: last", "turned"]
+    assert made.naming.unseen == ["not compared, with lost: True"]
+    made.asked.clear()
+    # A target that differs from itself needs no other run to show it.
+    assert "only sometimes" not in str(unexplained(target_not_repeated=["h"])[0])
+    made.evidence = replace(made.evidence, returned=None)
+    assert "only sometimes" not in str(unexplained()[0])
+    assert made.asked == []
+    made.evidence = replace(made.evidence, grafted=taps("failed"))
+    assert "after the last tap" not in unexplained()[0]
+    made.runs.raised = object()
+    assert unexplained()[1] == []
+
+
+def test_where_all_agree_whole_numbers_are_no_output(unexplained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "whole_numbers_alone" not in unexplained()[1]
+    for name in ("written", "lost_gradients"):
+        monkeypatch.setattr(Differences, name, lambda self: [], raising=False)
+    monkeypatch.setattr(Differences, "after_last_tap", lambda self, all_grafted: [])
+    monkeypatch.setattr(Differences, "found", ())
+    assert unexplained() == ([], ["lost", "without partner: last", "turned", "whole_numbers_alone"], [])
+    assert "whole_numbers_alone" not in unexplained(has_taps=False)[1]
+
+
+def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, made: Made) -> None:
+    found, *_ = unexplained(data_differs=True)
+    assert found == ["after the last tap", "written", "lost_gradients"]
+    assert made.naming.maybe_explained == ["no tap explains The differences above may explain it."]
+    assert made.asked == []
+
+
+def test_beside_a_named_group_only_what_comes_after_the_taps_is_reported(unexplained: Any) -> None:
+    assert unexplained(("b",)) == (["after the last tap"], [], ["written", "lost_gradients"])
+    assert unexplained(("b",), inputs=["b"])[0][-1].startswith("only sometimes")
+    assert unexplained(not_repeated=["b"]) == ([], [], [])
+
+
+OUTPUT: Any = SimpleNamespace(
+    name="logits",
+    title="logits",
+    group="d",
+    end=(0, 9),
+    tags={},
+    all=[SimpleNamespace(group="d")],
+    is_beside=lambda group: False,
+)
+
+
+class Swapping:
+    """Swaps that find these causes."""
+
+    def __init__(self, made: Made, *found: Causes | None, measurable: bool = True) -> None:
+        self._made, self._found, self._measurable = made, list(found), measurable
+        self.not_swapped: dict[str, Any] = {}
+        self.unlike_ranks: dict[str, Any] = {}
+
+    def can_measure(self, groups: Sequence[str], output: Any) -> bool:
+        return self._measurable
+
+    def causes(self, groups: Any, settled: Any, output: Any, threshold: float, *, by_size: Any) -> Causes | None:
+        self._made.note(("causes", tuple(groups), tuple(settled), tuple(by_size)), None)
+        return self._found.pop(0)
+
+    def with_and_without(self, groups: Any, output: Any) -> tuple[float, float]:
+        self._made.note(("with and without", tuple(groups)), None)
+        return self._found.pop(0)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def swapped(made: Made) -> Made:
+    made.evidence = replace(made.evidence, selves=[object()], outputs=[OUTPUT])  # type: ignore[list-item]
+    made.runs.baseline_changed = lambda: made.note("baseline", [])
+    made.runs.without_dependents = lambda groups: made.note(("dependents", tuple(groups)), [])
+    return made
+
+
+def causes_of(made: Made, *found: Causes | None, measurable: bool = True) -> tuple[dict[str, Causes], list[str]]:
+    swaps: Any = Swapping(made, *found, measurable=measurable)
+    return Judgement(made.runs)._causes(made.evidence, made.naming, swaps)
+
+
+def test_the_effect_of_what_comes_before_an_output_is_measured_at_it(swapped: Made) -> None:
+    swapped.naming = naming(("b", "c"), following=["d"], scaled=["e"])
+    causes, remarks = causes_of(swapped, Causes({"b": "culprit", "c": "minor"}, total=9.0))
+    assert causes == {"logits": Causes({"b": "culprit", "c": "minor"}, total=9.0)}
+    assert remarks == []
+    assert swapped.asked == [("causes", ("b", "c"), ("d", "e"), ("b", "c")), "baseline", ("dependents", ("c",))]
+    # A group behind the output cannot move it.
+    swapped.evidence = replace(swapped.evidence, outputs=[SimpleNamespace(**{**vars(OUTPUT), "end": (0, 1)})])  # type: ignore[list-item]
+    swapped.asked.clear()
+    causes, remarks = causes_of(swapped, Causes({"b": "culprit"}, total=9.0))
+    assert swapped.asked[0] == ("causes", ("b",), ("d", "e"), ("b",))
+    assert remarks == ["The effect of c on the output was not measured."]
+    swapped.asked.clear()
+    assert causes_of(swapped, measurable=False)[0] == {}
+    # Gradients are computed after the output.
+    swapped.naming.named = ["b@grad"]
+    assert causes_of(swapped)[0] == {}
+    assert swapped.asked == ["baseline", "baseline"]
+    swapped.naming = naming(("b", "c"))
+    assert causes_of(swapped, None)[0] == {}
+
+
+def test_minor_groups_on_which_nothing_depends_are_outputs_themselves(swapped: Made) -> None:
+    swapped.runs.without_dependents = lambda groups: swapped.note(("dependents", tuple(groups)), ["b"])
+    labels = {"b": "minor", "c": "culprit", "d": "minor", "b@grad": "minor"}
+    causes, remarks = causes_of(swapped, Causes(labels, total=9.0))
+    # The output itself and gradients are never asked about.
+    assert swapped.asked[-1] == ("dependents", ("b",))
+    assert causes["logits"].labels == {**labels, "b": "culprit"}
+    assert any(each.startswith("No later tap depends on b") for each in remarks)
+    swapped.asked.clear()
+    causes_of(swapped, Causes({"b": "culprit"}, total=9.0))
+    assert swapped.asked[-1] == "baseline"
+
+
+def test_an_output_that_agrees_at_its_end_may_differ_in_earlier_steps(
+    swapped: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judgement, "earlier_steps", lambda frame, output, floors, limit: (2,) if limit == 5.0 else ())
+    assert causes_of(swapped, Causes({"b": "minor"}, total=1.0))[0]["logits"].earlier == (2,)
+    assert causes_of(swapped, Causes({"b": "minor"}, total=9.0))[0]["logits"].earlier == ()
+
+
+def test_swaps_against_a_baseline_that_changed_meanwhile_count_for_nothing(swapped: Made) -> None:
+    swapped.runs.baseline_changed = lambda: ["a"]
+    causes, (said,) = causes_of(swapped, Causes({"b": "culprit"}, total=9.0))
+    assert causes == {}
+    assert "the same values at a" in said
+
+
+def can_swap(made: Made) -> bool:
+    return causes_of(made, Causes({"b": "culprit"}, total=9.0))[0] != {}
+
+
+def test_code_is_swapped_only_where_the_effect_can_be_measured(swapped: Made) -> None:
+    assert can_swap(swapped)
+    more: dict[str, Any]
+    for more in ({"not_repeated": ["b"]}, {"job_remarks": JOBS, "target_not_repeated": ["b"]}):
+        swapped.naming = naming(**more)
+        assert not can_swap(swapped)
+    for more in ({"target_not_repeated": ["b"]}, {"job_remarks": JOBS}):
+        swapped.naming = naming(**more)
+        assert can_swap(swapped)
+    for name, value in (("recorded", True), ("raised", object())):
+        before = getattr(swapped.runs, name)
+        setattr(swapped.runs, name, value)
+        assert not can_swap(swapped)
+        setattr(swapped.runs, name, before)
+    swapped.runs.request.explain = False
+    assert not can_swap(swapped)
+    swapped.runs.request.explain = True
+    swapped.evidence = replace(swapped.evidence, selves=[])
+    assert not can_swap(swapped)
+
+
+def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
+    swapped: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = RoundingGroups(("a", "b"))
+    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
+
+    def rounding(*measured: Any, **more: Any) -> RoundingGroups:
+        swapped.naming = naming(**{"named": (), **more})
+        swaps: Any = Swapping(swapped, *measured)
+        return Judgement(swapped.runs)._rounds_differently(swapped.evidence, swapped.naming, swaps)
+
+    assert rounding((0.1, 0.4)) == found.with_effect("logits", 0.1, 0.4)
+    # In any tensor parallel target sums over ranks round differently, which explains little.
+    assert rounding((0.3, 0.4)) == RoundingGroups()
+    assert len(swapped.asked) == 2
+    assert rounding(named=("a",)) == found
+    assert rounding(not_repeated=["b"]) == RoundingGroups()
+    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups(("d",)))
+    assert rounding() == RoundingGroups(("d",))
+    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups())
+    assert rounding() == RoundingGroups()
+    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
+    swapped.runs.request.explain = False
+    assert rounding() == found
+    swapped.runs.request.explain = True
+    # A gradient is no output of code that rounds.
+    swapped.evidence = replace(
+        swapped.evidence,
+        outputs=[SimpleNamespace(**{**vars(OUTPUT), "tags": {"kind": "grad"}})],  # type: ignore[list-item]
+    )
+    assert rounding() == found
+    assert len(swapped.asked) == 2
+
+
+# ---- what is named ---------------------------------------------------------------------------------------------------
+
+
+class Floors:
+    """Floors of a baseline that was run against itself."""
+
+    not_repeated: Sequence[str] = ()
+    returned_not_repeated: Sequence[str] = ()
+
+    def of_groups(self) -> str:
+        return "of groups"
+
+    def of_taps(self) -> str:
+        return "of taps"
+
+    def accumulated(self, constant: float | None) -> AccumulatedFloors:
+        return AccumulatedFloors({}, {}, constant)
+
+
+@pytest.fixture
+def given(made: Made, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of what names groups, by its name."""
+    given: dict[str, Any] = {}
+
+    def stub(name: str, result: Any) -> None:
+        def called(*args: Any, **options: Any) -> Any:
+            given[name] = (args, options)
+            return result
+
+        monkeypatch.setattr(judgement, name, called)
+
+    stub("added_frame", naming().frame)
+    stub("judged_until_sketch", (naming().frame, "not judged since"))
+    stub("not_in_twin", ["not in the twin"])
+    stub("unseen_taps", ["unseen"])
+    stub("differing_taps", ["differs"])
+    stub("differing_data", ["data"])
+    stub("data_of_jobs", ["data of jobs"])
+    stub("contradicting_pairs", ["contradiction"])
+    stub("compared_in_part", ["in part"])
+    stub("input_names", {"x"})
+    stub("computed_between_calls", set())
+    stub("gradient_scaling", GradientScaling())
+    made.evidence = replace(made.evidence, floors=Floors(), settings="settings")  # type: ignore[arg-type]
+    made.runs.before, made.runs.has_twin = "plan", False
+    made.runs.request.constant_floor = None
+    made.runs.to_be_grafted = lambda rows: ("to be grafted", len(rows))
+    made.runs.job_remarks = lambda compared, grafted, not_repeated: None
+    return given
+
+
+def named_in(made: Made, weights: LentWeights | None = None) -> Naming:
+    judged = Judgement(made.runs)
+    judged._weights = LentWeights() if weights is None else weights
+    return judged._name(made.evidence)
+
+
+def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, Any], made: Made) -> None:
+    found: Any = named_in(made)
+    (rows, floors), options = given["added_frame"]
+    assert rows is made.evidence.grafted
+    assert floors == "of groups"
+    assert options.pop("compared") is made.evidence.compared
+    # Nothing was run against itself, so rounding is assumed.
+    assert options == {"own": "of taps", "constant": assumed_floor(["float32"])[0]}
+    assert found.accumulated.constant == options["constant"]
+    assert (found.named, found.differing, found.given) == (["b", "c"], ["differs"], {"x"})
+    assert given["differing_taps"][1] == {"leave": {"x"}}
+    assert found.unseen == ["not in the twin", "unseen", "in part", "not judged since"]
+    assert found.data == ["contradiction", "data"]
+    assert given["differing_data"][1] == {"of_weights": BELOW, "settings": "settings"}
+    assert given["unseen_taps"][0][1] == ("to be grafted", 4)
+    made.evidence = replace(made.evidence, selves=[object()], grafted=made.evidence.grafted.iloc[:0])  # type: ignore[list-item]
+    assert named_in(made).accumulated.constant is None
+    # Where that run failed, nothing was to be grafted.
+    assert given["unseen_taps"][0][1] == ("to be grafted", 0)
+    made.evidence.floors.not_repeated = ["b"]  # type: ignore[misc]
+    found = named_in(made, LentWeights(failure="no room"))
+    assert (found.differing, found.not_repeated) == ([], ["b"])
+    assert "the target's code with the baseline's weights: no room" in found.unseen
+
+
+def test_gradients_that_follow_or_are_scaled_are_not_named(
+    given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = SimpleNamespace(groups=("b",), text="scaled by 2", taken_out_of=lambda frame: frame)
+    monkeypatch.setattr(judgement, "gradient_scaling", lambda *_: scaling)
+    monkeypatch.setattr(judgement, "consequences", lambda frame, named, threshold: [*named])
+    found = named_in(made)
+    assert (found.named, found.following, found.scaled, found.inputs) == ([], ["c"], ("b",), ["b"])
+    assert found.data[-1] == "scaled by 2"
+
+
+def test_jobs_have_their_own_floor_and_data(given: dict[str, Any], made: Made) -> None:
+    jobs = replace(JOBS, constant=3e-3, unseen=("other steps",))
+    made.runs.job_remarks = lambda compared, grafted, not_repeated: jobs
+    found = named_in(made)
+    assert found.job_remarks is jobs
+    assert (found.accumulated.constant, found.data) == (3e-3, ["contradiction", "data of jobs"])
+    assert "other steps" in found.unseen
+    assert "differing_data" not in given
+
+
+def test_only_weights_that_were_lent_explain_nothing_more(
+    given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = LentWeights(made.evidence.compared)
+
+    def differs(*data: str, weights: LentWeights | None = None) -> bool:
+        monkeypatch.setattr(judgement, "differing_data", lambda *_, **__: list(data))
+        return named_in(made, weights).data_differs
+
+    param = BEGINNINGS["param"]
+    assert not differs()
+    assert not differs(weights=lent)
+    assert differs(param)
+    assert not differs(param, weights=lent)
+    assert differs(param, "The inputs differ", weights=lent)
+    assert differs("The inputs differ")
+
+
+def test_where_nothing_differs_with_the_baselines_weights_that_is_said(
+    given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_weights = WITH_THE_BASELINES
+    lent = LentWeights(made.evidence.compared)
+    monkeypatch.setattr(judgement, "differing_data", lambda *_, of_weights, **__: [of_weights])
+    monkeypatch.setattr(judgement, "judged_until_sketch", lambda *_: (naming(()).frame, ""))
+    monkeypatch.setattr(judgement, "differing_taps", lambda *_, **__: [])
+    assert named_in(made, lent).data[1:] == [AGREES_WITH_THE_BASELINES]
+    assert named_in(made).data[1:] == [BELOW]
+    for beyond, said in (([], AGREES_WITH_THE_BASELINES), (["logits"], of_weights)):
+        made.evidence = replace(
+            made.evidence,
+            returned=SimpleNamespace(beyond=lambda *_, beyond=beyond: beyond),  # type: ignore[arg-type]
+        )
+        assert named_in(made, lent).data[1:] == [said]
+    made.evidence = replace(made.evidence, returned=None)
+    monkeypatch.setattr(judgement, "differing_taps", lambda *_, **__: ["differs"])
+    assert named_in(made, lent).data[1:] == [of_weights]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "not_repeated", "clears"), [([], [], False), (["b"], [], True), (["b"], ["h"], False)]
+)
+def test_inputs_that_differ_name_no_computation(inputs: list[str], not_repeated: list[str], clears: bool) -> None:
+    assert naming(("b",), inputs=inputs, not_repeated=not_repeated).clears is clears
+
+
+def test_masked_values_are_left_out_where_something_differs_and_nothing_is_named(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_masked: tuple[Any, list[str]] = (naming(("b", "d")).frame, ["b"])
+    monkeypatch.setattr(judgement, "without_masked_values", lambda *_: made.note("masked", without_masked))
+    monkeypatch.setattr(judgement, "left_out", lambda names: f"left out: {names}")
+
+    def unmasked(*named: str, **more: Any) -> list[str]:
+        made.naming = naming(named, **{"differing": ["b"], **more})
+        return Judgement(made.runs)._unmask(made.evidence, made.naming)
+
+    assert unmasked(following=["d"]) == ["left out: ['b']"]
+    assert made.naming.frame is without_masked[0]
+    assert made.naming.named == ["b"]
+    assert unmasked(following=["d"], scaled=["b"]) == []
+    assert made.naming.named == []
+    made.asked.clear()
+    assert unmasked(differing=[]) == []
+    assert unmasked("b") == []
+    assert made.asked == []
+    without_masked = naming(()).frame, ["b"]
+    assert unmasked() == []
+    without_masked = naming(("b",)).frame, []
+    assert unmasked() == []
+
+
+def test_the_origin_of_errors_is_sought_of_named_values_alone(given: dict[str, Any], made: Made) -> None:
+    def sought(frame: Any, named: Sequence[str], rows: Any, added: Any, threshold: float) -> Any:
+        added(rows)
+        return made.note(tuple(named), "origins")
+
+    hints: Any = SimpleNamespace(origins=sought)
+
+    def origins(*named: str, **more: Any) -> Any:
+        made.naming = naming(**more)
+        made.naming.named = list(named)
+        return Judgement(made.runs)._origins(made.evidence, made.naming, hints)
+
+    made.runs.shows_module_inputs = True
+    made.runs.request.constant_floor = None
+    assert origins("b", "c", "d@grad", inputs=["c"]) == "origins"
+    assert made.asked == [("b",)]
+    assert given["added_frame"][1] == {"own": "of taps", "constant": assumed_floor(["float32"])[0]}
+    made.evidence = replace(made.evidence, selves=[object()])  # type: ignore[list-item]
+    origins("b")
+    assert given["added_frame"][1]["constant"] is None
+    made.asked.pop()
+    assert origins("c", "d@grad", inputs=["c"]) is None
+    assert origins("b", not_repeated=["a"]) is None
+    made.runs.request.explain = False
+    assert origins("b") is None
+    made.runs.request.explain = True
+    made.runs.shows_module_inputs = False
+    assert origins("b") is None
+    made.runs.recorded = True
+    assert origins("b", "c").not_compared == {"b": (), "c": ()}
+    assert made.asked == [("b",)]
+
+
+def test_taps_of_one_side_are_sought_before_the_worst_tap_of_each_named_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(judgement, "only_before", lambda rows, worst: seen.update(worst) or {})
+    rows = [("b", "x", 7.0, "culprit"), ("b", "y", 9.0, "culprit"), ("b", "z", 9.0, "culprit")]
+    rows += [("c@grad", "c", 9.0, "culprit"), ("d", "d", 1.0, "clean")]
+    frame = pd.DataFrame(rows, columns=["group", "name", "ratio", "label"])
+    judgement._only_before(SimpleNamespace(grafted=None), frame)  # type: ignore[arg-type]
+    assert {group: each["name"] for group, each in seen.items()} == {"b": "y"}
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Runs that note the values of their filters, and return what they were made with as their result."""
+
+    def both(why: str, filters: Any) -> pd.DataFrame:
+        made.note((why, filters.b2t, filters.compare, filters.keep), None)
+        made.runs.returned = SimpleNamespace(differences=[SimpleNamespace(path=why)], compared=True)
+        return taps("grafted" if filters.b2t else "compared", b=0.1)
+
+    made.runs.both = both
+    made.runs.before = SimpleNamespace(pairs=())
+    made.runs.pair = None
+    made.runs.baseline_against_itself = lambda rows, keep: made.note(("itself", len(rows), tuple(keep)), [])
+    made.runs.leave_out = lambda which: made.note(("left out", *which), None)
+    made.runs.return_weights = lambda: made.note("weights returned", None)
+    monkeypatch.setattr(judgement, "settings_difference", lambda rows, pair: NO_SETTINGS)
+    monkeypatch.setattr(judgement, "split_calls", lambda rows: {("q", None): {}})
+    monkeypatch.setattr(LentWeights, "of", classmethod(lambda cls, *_: cls()))
+    return made
+
+
+PLAIN = ("without grafts", None, "True", SETTINGS)
+GRAFTED = ("what each tap adds", "True", None, None)
+
+
+def test_a_verdict_measures_without_grafts_then_with_all_then_the_baseline_itself(
+    measured: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judgement, "find_outputs", lambda rows, output, paths: [OUTPUT] if paths else [])
+    evidence = Judgement(measured.runs)._measure()
+    assert measured.asked == [PLAIN, GRAFTED, ("itself", 4, ("d",))]
+    assert evidence.returned.differences[0].path == "without grafts"  # type: ignore[union-attr]
+    assert evidence.returned_grafted.differences[0].path == "what each tap adds"  # type: ignore[union-attr]
+    assert (evidence.outputs, evidence.settings) == ([OUTPUT], NO_SETTINGS)
+
+
+def test_with_the_baselines_weights_that_run_is_judged(measured: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    lent = taps("compared")
+
+    def lend(runs: Any, compared: Any, threshold: float) -> LentWeights:
+        runs.returned = SimpleNamespace(differences=[SimpleNamespace(path="lent")])
+        return LentWeights(lent)
+
+    monkeypatch.setattr(LentWeights, "of", staticmethod(lend))
+    evidence = Judgement(measured.runs)._measure()
+    assert evidence.compared is lent
+    assert evidence.returned.differences[0].path == "lent"  # type: ignore[union-attr]
+
+
+def test_without_the_grafted_run_no_output_is_measured(measured: Made) -> None:
+    both = measured.runs.both
+    measured.raising = {"what each tap adds"}
+    evidence = Judgement(measured.runs)._measure()
+    assert (len(evidence.grafted), evidence.returned_grafted, evidence.outputs) == (0, None, [])
+    # The floors are of what the other run compared.
+    assert measured.asked[-1] == ("itself", 4, ())
+    assert measured.runs.both is both
+
+
+def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured: Made) -> None:
+    judged = Judgement(measured.runs)
+    _, split = judged._measured_without_split_calls()
+    assert split == {("q", None): {}}
+    assert measured.asked[3:] == [
+        ("left out", ("q", None)),
+        "weights returned",
+        PLAIN,
+        GRAFTED,
+        measured.asked[2],
+    ]
+
+    def is_left_out() -> bool:
+        return Judgement(measured.runs)._measured_without_split_calls()[1] != {}
+
+    assert is_left_out()
+    measured.runs.before.pairs = ("a pair",)
+    assert not is_left_out()
+    measured.runs.before.pairs = ()
+    measured.runs.request.output = "d"
+    assert not is_left_out()
+    measured.runs.request.output = None
+    both = measured.runs.both
+    for nothing in (None, SimpleNamespace(compared=False, differences=[])):
+
+        def returns_nothing(why: str, filters: Any, nothing: Any = nothing) -> pd.DataFrame:
+            rows = both(why, filters)
+            measured.runs.returned = nothing
+            return rows  # type: ignore[no-any-return]
+
+        measured.runs.both = returns_nothing
+        assert not is_left_out()
+
+
+def test_partial_sums_are_sought_where_module_inputs_show_and_nothing_failed(
+    measured: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judgement, "partial_sums", lambda runs, rows: measured.note("sums", {}))
+    for shows, failed, seeks in ((True, [], True), (False, [], False), (True, ["failed"], False)):
+        measured.runs.shows_module_inputs = shows
+        measured.asked.clear()
+        judged = Judgement(measured.runs)
+        judged._failed = failed
+        assert judged._measured_without_partial_sums(measured.evidence) == (measured.evidence, {})
+        assert ("sums" in measured.asked) is seeks

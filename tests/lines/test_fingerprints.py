@@ -1,0 +1,58 @@
+"""How tensors are compared by their fingerprints: the same whichever comes first, and what is taken for a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graftlab.lines.fingerprints import (
+    _MASKED,
+    DIFFERENT,
+    IN_ORDER,
+    MAGNITUDES,
+    agreement,
+    fingerprint,
+    joined,
+)
+
+X = torch.randn(64, generator=torch.Generator().manual_seed(0)).abs() + 0.5
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+def test_a_negation_and_another_order_are_seen_whichever_tensor_comes_first(sorts: bool) -> None:
+    one, negated = fingerprint(X, sorts=sorts), fingerprint(-X, sorts=sorts)
+    assert agreement(one, negated, 1e-5) == agreement(negated, one, 1e-5) == MAGNITUDES
+    for moved in (1e3, -1e3):
+        other = replace(one, projections=one.projections + moved)
+        assert agreement(one, other, 1e-5) != IN_ORDER
+    # A single factor tells two orders apart.
+    at = one.projections.copy()
+    at[-1] -= 1e3
+    assert agreement(one, replace(one, projections=at), 1e-5) != IN_ORDER
+    smaller = fingerprint(0.9 * X, sorts=sorts)
+    assert agreement(one, smaller, 1e-5) == agreement(smaller, one, 1e-5) == DIFFERENT
+
+
+def test_only_zeros_beside_numbers_that_hide_are_a_mask() -> None:
+    assert fingerprint(torch.tensor([0.0, -2 * _MASKED, 0.0])).mask
+    assert not fingerprint(torch.tensor([0.0, -5.0, -2 * _MASKED])).mask
+    assert not fingerprint(torch.zeros(4)).mask
+    assert not fingerprint(torch.tensor([0.0, -5.0])).mask
+
+
+def test_numbers_are_hidden_only_far_below_all_others() -> None:
+    assert fingerprint(torch.tensor([1.0, 2.0, -2 * _MASKED])).nonfinite == 1
+    for large in (_MASKED / 2, -_MASKED / 2):
+        assert fingerprint(torch.tensor([1.0, large, -2 * _MASKED])).nonfinite == 0
+    assert fingerprint(torch.tensor([1.0, float("inf"), -2 * _MASKED])).nonfinite == 2
+
+
+def test_shards_are_constant_together_if_they_have_one_value() -> None:
+    def constant(*values: float) -> bool:
+        return joined([fingerprint(torch.full((3 + n,), each)) for n, each in enumerate(values)]).constant
+
+    assert constant(2.0, 2.0, 2.0)
+    assert not constant(2.0, 2.0, 3.0)
+    assert not joined([fingerprint(X), fingerprint(X)]).constant

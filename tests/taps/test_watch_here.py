@@ -1,0 +1,142 @@
+"""Taps of watched modules in this process: what a graft replaces, what stays the caller's, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit.recorder import Recorder
+from torch import nn
+
+import graftlab as gl
+from graftlab.taps import calls
+from graftlab.taps.module_inputs import _watched
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+class Taking(nn.Module):
+    """A module that notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, scale: torch.Tensor, batch: Any = None) -> torch.Tensor:
+        self.given = {"x": x, "mask": mask, "scale": scale, "batch": dict(batch or {})}
+        if batch == {}:
+            raise ValueError("an empty batch")
+        if batch is not None and "wrong" in batch:
+            raise ValueError("a wrong batch")
+        return x * mask * scale
+
+
+@pytest.mark.parametrize("name", ["x", "mask", "scale"])
+def test_a_graft_of_one_argument_leaves_the_others_the_callers(name: str, recorder: Recorder) -> None:
+    model, given = Taking(), {"x": X.clone(), "mask": torch.ones(2, 4), "scale": torch.ones(1)}
+    with gl.watch(model, inputs=True, include="False"):
+        model(given["x"], given["mask"], scale=given["scale"])
+        assert all(model.given[each] is given[each] for each in given)
+        recorder.grafts[f"input.{name} input"] = doubled
+        model(given["x"], given["mask"], scale=given["scale"])
+    assert [each for each in given if model.given[each] is not given[each]] == [name]
+    assert torch.equal(model.given[name], 2 * given[name])
+    assert torch.equal(given["x"], X)
+
+
+def test_what_a_graft_puts_into_the_callers_dict_is_taken_out_again_even_after_an_exception(
+    recorder: Recorder,
+) -> None:
+    model, scale = Taking(), torch.ones(1)
+    recorder.grafts["input.batch.ids input"] = doubled
+    with gl.watch(model, inputs=True, include="False"):
+        for more in ({}, {"wrong": True}):
+            batch: dict[str, Any] = {"ids": X, **more}
+            if more:
+                with pytest.raises(ValueError, match="a wrong batch"):
+                    model(X, X, scale=scale, batch=batch)
+            else:
+                model(X, X, scale=scale, batch=batch)
+            assert torch.equal(model.given["batch"]["ids"], 2 * X)
+            assert batch["ids"] is X
+
+
+def test_a_graft_of_a_modules_output_or_gradient_replaces_it_for_what_follows(recorder: Recorder) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model(X).sum().backward()
+        assert model[0].weight.grad is not None
+        return model[0].weight.grad.clone()
+
+    plain, expected = model(X).detach(), gradient()
+    with gl.watch(model, include="name in ('0', 'output')", grads=True):
+        recorder.grafts["0"] = doubled
+        assert torch.allclose(model(X), 2 * plain)
+        recorder.grafts = {"0 grad": doubled}
+        assert torch.allclose(gradient(), 2 * expected)
+        assert {"0", "0 grad", "output", "output grad"} == set(recorder.names)
+    assert torch.equal(model(X), plain)
+
+
+def test_of_several_results_inside_a_module_one_can_be_grafted(recorder: Recorder) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return torch.cat((first, second), -1)
+
+    for name, expected in (("first", [2.0, 1.0]), ("second", [1.0, 2.0])):
+        recorder.grafts = {name: doubled}
+        with gl.watch(model := Halves(), include="False", inside="name == 'output'"):
+            assert model(torch.ones(2)).tolist() == expected
+
+
+def test_modules_are_known_as_long_as_they_are_watched(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Identity())
+    with gl.watch(model, prefix="m."):
+        with gl.watch(model, include="name == '0'"):
+            assert [each.name for each in _watched[model[0]]] == ["m.0", "0"]
+        assert [each.name for each in _watched[model[0]]] == ["m.0"]
+        assert [(each.name, each.inside) for each in _watched[model]] == [("m.output", "m.")]
+    assert model not in _watched
+    assert model[0] not in _watched
+
+
+def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> None:
+    def layers() -> Iterator[int]:
+        for layer in range(2):
+            with gl.tags(layer=layer):
+                yield layer
+
+    def layer_of(name: str) -> Any:
+        gl.tap(name, X)
+        return dict(calls.ambient.get()).get("layer")
+
+    with gl.tags(phase="decode"):
+        running = layers()
+        for layer in running:
+            assert layer_of(f"in {layer}") is None
+        assert dict(calls.ambient.get()) == {"phase": "decode"}
+
+        def inside() -> Iterator[Any]:
+            with gl.tags(layer=7):
+                yield layer_of("a")
+                yield layer_of("b")
+
+        found = inside()
+        assert next(found) == 7
+        with gl.tags(layer=1):
+            assert layer_of("between") == 1
+            # It ends after a block that was opened later.
+            assert [*found] == [7]
+            assert layer_of("after") == 1
+        assert layer_of("outside") is None
+    assert dict(calls.ambient.get()) == {}
