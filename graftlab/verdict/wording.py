@@ -166,7 +166,7 @@ def _raised(findings: Findings) -> list[str]:
 
 def text_before_exception(findings: Findings) -> str:
     """A sentence on the values before one side's exception."""
-    if findings.named or findings.unexplained or findings.data:
+    if {*findings.named} - {*findings.rounding.groups} or findings.unexplained or findings.data:
         return "Before that, values already differ:"
     measured = findings.frame[findings.frame["ratio"].notna()]
     if not len(measured):
@@ -395,16 +395,19 @@ def _label(frame: pd.DataFrame, group: str) -> str:
     return str(labels.iloc[0])
 
 
-# Up to this many weights, states or updates have a sentence each; more of them share one.
+# Up to this many weights, states, updates or inputs have a sentence each; more of them share one.
 _MOST_SENTENCES = 3
 
 
 def _sentence_groups(frame: pd.DataFrame, groups: Sequence[str]) -> list[list[str]]:
-    """The named groups by sentence, culprits first: many weights' gradients, states or updates share one."""
+    """The named groups by sentence, culprits first: many weights' gradients, states or updates share one.
+
+    So do many tensors in one argument of the model, such as a cache.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for group in groups:
         kind = kind_of_group(group)
-        together = kind if kind in _OF_MANY else group
+        together = group.partition("[")[0] if kind == "input" else kind if kind in _OF_MANY else group
         alike.setdefault((together, _label(frame, group)), []).append(group)
     found: list[list[str]] = []
     for _, each in sorted(alike.items(), key=lambda item: item[0][1] != "culprit"):
@@ -569,6 +572,7 @@ def _following(groups: Sequence[str]) -> str:
 
 
 _OF_MANY = {
+    "input": "The inputs",
     "param_grad": "The gradients of weights",
     "optimizer": "The optimizer's states",
     "param": "The updates of weights",
