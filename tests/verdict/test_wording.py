@@ -59,6 +59,29 @@ def test_values_that_only_round_differently_agree_before_an_exception() -> None:
     assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
 
 
+@pytest.mark.parametrize(
+    ("cast", "first", "advice"),
+    [
+        (
+            "float32 -> bfloat16",
+            "The target has bfloat16 at h where the baseline has float32, so differences within",
+            "; run the target in float32 for a closer look.",
+        ),
+        (
+            "bfloat16 -> float32, cpu -> cuda:0",
+            "The target has float32 at h where the baseline has bfloat16, so differences within",
+            "; run the baseline in float32 for a closer look.",
+        ),
+        (None, "Nothing above bfloat16 rounding (", "; run both sides in float32 for a closer look."),
+        ("cpu -> cuda:0", "Nothing above bfloat16 rounding (", "; run both sides in float32 for a closer look."),
+    ],
+)
+def test_a_side_of_low_precision_is_named_first(cast: str | None, first: str, advice: str) -> None:
+    text = said({**tap("h", 1.0), "dtype": "bfloat16", "cast": cast})
+    assert text.startswith(first)
+    assert text.endswith(advice)
+
+
 def test_many_tensors_of_one_input_share_a_sentence() -> None:
     cache = [tap(f"input.cache[{layer}][{n}]", 900.0 + n, kind="input") for layer in range(2) for n in range(2)]
     other = tap("input.mask", 90.0, kind="input")
