@@ -154,6 +154,8 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
     before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
+    # A function's own code may have computed the inputs of its model.
+    before += lines_in_words(findings.lines, list(findings.inputs))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
 
