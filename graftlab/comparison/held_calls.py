@@ -375,11 +375,17 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
                 "not rely on anything below."
             )
         elif moved:
+            why = (
+                "It changes the model's weights, which a repetition does not put back: to compare training, give two "
+                "scripts, whose updates are judged one by one."
+                if any(call.writes_weights for call in calls)
+                else "State outside the model and its arguments, random numbers of another source, or memory that is "
+                "read before anything is written to it (torch.empty), may change it."
+            )
             remarks.append(
                 f"The {side}'s call of {calls[0].model} cannot be replayed: from the same state, arguments and random "
                 f"numbers it returns a different result ({', '.join(list(moved)[:3])}). Do not rely on anything below. "
-                f"State outside the model and its arguments, random numbers of another source, or memory that is read "
-                "before anything is written to it (torch.empty), may change it."
+                f"{why}"
             )
     return remarks
 

@@ -238,6 +238,9 @@ class Judgement:
             # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+            if naming.job_remarks is None:
+                # A function may compute its model's inputs itself, as by a tokenizer or a normalisation.
+                groups += [group for group in naming.named if group in {*naming.inputs} & {*to_blame}]
             search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
             keep = mechanisms.pairs_for_hints(frame, naming.named)
             rows = self._attempt("the search for lines of source", lambda: search.trace(groups, keep), None)

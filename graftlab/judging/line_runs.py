@@ -174,7 +174,7 @@ class LineSearch:
         agree = "agree" if len(vanished) > 1 else "agrees"
         traced = [trace for rank in (() if self._traced is None else self._traced.target) for trace in rank]
         if any(trace is not None and trace.was_compiled for trace in traced):
-            why = "compiling the target's code makes the difference, and no line of source is at fault."
+            why = "compiling the target's code makes the difference, which its source does not show."
         else:
             why = (
                 "no line of source is named, because the difference does not arise in each run, or only in a fused "

@@ -301,11 +301,15 @@ class _Side:
             for root in alone:
                 if root.index in genuine and root.index in _ancestors(each, self.trace):
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
-            for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
-                found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
-            found[each.index] = LostOperation(
+            this = LostOperation(
                 each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
             )
+            if each.name.endswith("_") and each.inputs:
+                # What takes a part of a value for it only tells where it writes.
+                found[each.index] = this
+            for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
+                found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
+            found[each.index] = this
         for each in alone:
             for suspect in self._suspects(each):
                 found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))

@@ -32,6 +32,9 @@ _INTERNAL, _OF_A_PACKAGE, _OF_THE_USER, _OF_A_RANK, _OF_TORCHS_MODULE = range(5)
 # A notebook's cell, whose file is named by a number.
 _CELL = re.compile(rf"{re.escape(os.sep)}ipykernel_\d+{re.escape(os.sep)}\d+\.py$")
 
+# The function of torch.autograd.graph in which a backward pass runs.
+_ENGINE = "_engine_run_backward"
+
 # A stack of a model has tens of frames; generated code that calls itself may have thousands.
 _MOST_FRAMES = 32
 
@@ -106,6 +109,18 @@ def stack_entries(frame: FrameType | None = None, known: KnownCode | None = None
             modules.append(StackEntry(code, each.f_lineno or code.co_firstlineno, False, True))
         each = each.f_back
     return found or modules
+
+
+def runs_in_backward(stack: Sequence[StackEntry], frame: FrameType) -> bool:
+    """Whether autograd has called the innermost entry of ``frame``'s stack, which is the user's own code."""
+    if not stack or not stack[0].is_of_user:
+        return False
+    each: FrameType | None = frame
+    while each is not None and each.f_code is not stack[0].code:
+        if each.f_code.co_name == _ENGINE:
+            return False
+        each = each.f_back
+    return True
 
 
 def _kind(code: CodeType) -> int:

@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, memory_of
 from graftlab.lines.fingerprints import Fingerprint, fingerprint
-from graftlab.lines.frames import KnownCode, SourceFrame, StackEntry, frames_of_traceback, model_entry, stack_entries
+from graftlab.lines.frames import (
+    KnownCode,
+    SourceFrame,
+    StackEntry,
+    frames_of_traceback,
+    model_entry,
+    runs_in_backward,
+    stack_entries,
+)
 from graftlab.lines.state import path_of
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -373,9 +381,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # An operation that leads to a wanted value reads only wanted values.
             return _BegunOperation(signature, addresses, written, inputs, index, node)
         # Without the frames of this method and of the method that the operation calls.
-        stack = tuple(stack_entries(sys._getframe(2), self._code))
+        frame = sys._getframe(2)
+        stack = tuple(stack_entries(frame, self._code))
         words = _in_words(func, args, given)
-        return _BegunOperation(signature, addresses, written, inputs, index, node, stack, _forward_lines(node), *words)
+        # A hook, or the backward of a custom operation, is the user's own code, and no line of the forward pass.
+        lines = () if node is None or runs_in_backward(stack, frame) else _forward_lines(node)
+        return _BegunOperation(signature, addresses, written, inputs, index, node, stack, lines, *words)
 
     def _end(
         self, begun: _BegunOperation, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any

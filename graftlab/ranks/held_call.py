@@ -80,6 +80,8 @@ class CallDescription:
     raises: str | None = None
     """The exception of the call itself; then only the taps before it are described."""
     not_compared: tuple[str, ...] = ()
+    writes_weights: bool = False
+    """Whether the call changes weights, which repetitions do not put back."""
 
     @property
     def returned(self) -> dict[str, torch.Tensor]:
@@ -171,12 +173,14 @@ class HeldCall:
         fails = None
         with handled_by(names):
             # Taps in the model's own code stay, and do nothing else here.
+            before = self._weight_versions()
             try:
                 first = self()
             except Exception as error:
                 if not reports_failure:
                     raise
                 return self._describe_failure(error, watches=True)
+            writes_weights = self._weight_versions() != before
             needs_backward = any(tensor.requires_grad for tensor in first.values())
             plain = tapped = _copied(first)
             try:
@@ -204,7 +208,13 @@ class HeldCall:
             fails,
             self._whole_numbers(),
             not_compared=tuple(value_in_words(path) for path in self._left),
+            writes_weights=writes_weights,
         )
+
+    def _weight_versions(self) -> list[int]:
+        """How often each weight was written to; weights of inference mode do not count it."""
+        weights = (weight for model in self._models.values() for weight in model.parameters())
+        return [0 if weight.is_inference() else weight._version for weight in weights]
 
     def describe_result(self, *, reports_failure: bool = False) -> CallDescription:
         """Call it once, without taps, and describe its result."""

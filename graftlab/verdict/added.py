@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -314,8 +313,9 @@ def _unmeasured(frame: pd.DataFrame, left: pd.DataFrame) -> list[str]:
         rows = left[left["status"] == status]
         if len(rows):
             sentences.append(f"{_taps(rows['name'])} {_be(rows, meaning)}{_first_error(rows)}.")
-    for status, side in itertools.product(("missing", "unmatched"), ("target", "baseline")):
-        rows = left[(left["status"] == status) & (left["side"] == side)]
+    for side in ("target", "baseline"):
+        # A weight may be unmatched where its gradient is missing; one sentence states both.
+        rows = left[left["status"].isin(("missing", "unmatched")) & (left["side"] == side)]
         gradients = rows[[kind_of(tags) == "grad" for tags in rows["tags"]]]
         if len(gradients):
             sentences.append(_one_sided_gradients(gradients, side))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftlab.base.tap_groups import described, kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
-from graftlab.base.text import listed, spans
+from graftlab.base.text import first_of, listed, spans
 
 MOST_SWAPS = 13
 """The most runs that the search for causes takes. With the others a verdict takes at most 20."""
@@ -289,9 +289,18 @@ def _over_floor(times: float) -> str:
     return "above any floor" if math.isinf(times) else f"{times:.2g} x its floor"
 
 
+# A sentence has up to this many groups, and of more than that the first ones.
+_MOST_NAMES = 8
+
+
+def _names(groups: Iterable[str]) -> str:
+    names = [group.removesuffix("@input") for group in groups]
+    return ", ".join(names) if len(names) <= _MOST_NAMES else first_of(names)
+
+
 def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]:
     """Sentences on the named groups' effect on one output."""
-    groups = ", ".join(group.removesuffix("@input") for group in causes.labels)
+    groups = _names(causes.labels)
     is_itself = {*causes.labels} == {output}
     # The last tap of a model that is watched as a whole has this name.
     named = "" if output == "output" else f" {output}"
@@ -327,7 +336,7 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
         none = "neither" if len(causes.together) == 2 else "none"
         lines.append(f"{listed(sorted(causes.together), most=4)} move the output together; {none} of them does alone.")
     if causes.untested:
-        lines.append(f"Not swapped alone, to limit the number of runs: {', '.join(causes.untested)}.")
+        lines.append(f"Not swapped alone, to limit the number of runs: {_names(causes.untested)}.")
     if causes.cut_short:
         lines.append("Not all sets of groups that might cancel were tried.")
     return lines

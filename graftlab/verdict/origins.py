@@ -176,7 +176,7 @@ class _Search:
         for name, now in worst.items():
             tap = self._tap_behind("target", now)
             if tap is None:
-                # Compiled code shows what modules return, and not what they are given.
+                # The target's value may come from no module.
                 if not is_right[name] and self._tap_behind("baseline", now) is not None:
                     left = left or ()
                 continue
@@ -196,7 +196,12 @@ class _Search:
     # ---- the modules around a tap -------------------------------------------------------------------------------
 
     def _calls_on(self, side: Side, now: Mapping[str, Any]) -> Mapping[str, ModuleCall]:
-        return self._calls[side][now["rank"]] if now["rank"] < len(self._calls[side]) else {}
+        own = self._calls[side][now["rank"]] if now["rank"] < len(self._calls[side]) else {}
+        if side == "baseline":
+            return own
+        # Compiled code shows what modules are given, and not which code calls them: the baseline's calls of the same
+        # modules show that.
+        return {**self._calls_on("baseline", now), **own}
 
     def _tap_behind(self, side: Side, now: Mapping[str, Any]) -> str | None:
         """The side's tap of the watched module whose output the row shows; None for other taps."""

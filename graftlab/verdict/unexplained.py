@@ -318,12 +318,27 @@ class UnexplainedDifferences:
 
     def whole_numbers_alone(self) -> list[str]:
         """A sentence if nothing but whole numbers was compared, which may agree although their origins differ."""
-        if self.returned is None or not self.returned.are_whole_numbers or self._last is not None:
+        if self.returned is None or not self.returned.are_whole_numbers:
+            return []
+        if self._last is None:
+            other = "let both sides make the same calls"
+        elif self._are_chosen_untapped:
+            other = "tap them (gl.tap)"
+        else:
             return []
         return [
             "Nothing but whole numbers was compared, such as tokens. They agree, but the values from which they were "
-            "chosen may differ: return those too, or let both sides make the same calls."
+            f"chosen may differ: return those too, or {other}."
         ]
+
+    @property
+    def _are_chosen_untapped(self) -> bool:
+        """Whether inputs or weights have numbers that round, and no value that is computed from them."""
+        rounds: dict[bool, bool] = {True: False, False: False}
+        for row in measured_rows(self.compared):
+            is_value = kind_of(row["tags"]) is None
+            rounds[is_value] |= roundoff(coarser_dtype(row)) > 0
+        return rounds[False] and not rounds[True]
 
     def no_tap_explains(self) -> list[str]:
         """A sentence if something differs in the run without grafts. For verdicts that name no group."""

@@ -14,9 +14,10 @@ import torch
 
 from graftlab.base.tap_groups import described, kind_of_group, numbers_in
 from graftlab.base.text import counted, first_of, listed, spans
+from graftlab.base.world import SIDES
 from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
-from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.added import NOT_NAMED, records
 from graftlab.verdict.causes import Causes, effects_in_words
 from graftlab.verdict.hints import Hint
 from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
@@ -153,6 +154,8 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
     before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
+    # A function's own code may have computed the inputs of its model.
+    before += lines_in_words(findings.lines, list(findings.inputs))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
 
@@ -166,7 +169,7 @@ def _raised(findings: Findings) -> list[str]:
 
 def text_before_exception(findings: Findings) -> str:
     """A sentence on the values before one side's exception."""
-    if findings.named or findings.unexplained or findings.data:
+    if {*findings.named} - {*findings.rounding.groups} or findings.unexplained or findings.data:
         return "Before that, values already differ:"
     measured = findings.frame[findings.frame["ratio"].notna()]
     if not len(measured):
@@ -350,8 +353,11 @@ def _nothing_named(findings: Findings) -> str:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
         if findings.in_float32 is not None:
             return f"Nothing above {' and '.join(coarse)} rounding, nor above float32's in float32 ({measured})."
-        look = "; run the target in float32 for a closer look" if top else ", and all are bit-equal"
-        return " ".join([f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}.", *_casts(frame)])
+        rounded = {_own_dtypes(row) for row in records(frame) if _is_coarse(row["dtype"])}
+        sides = [f"the {side}" for place, side in enumerate(SIDES) if any(_is_coarse(each[place]) for each in rounded)]
+        which = sides[0] if len(sides) == 1 else "both sides"
+        look = f"; run {which} in float32 for a closer look" if top else ", and all are bit-equal"
+        return " ".join([*_casts(frame), f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}."])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
@@ -363,18 +369,30 @@ def _nothing_named(findings: Findings) -> str:
 
 
 def _casts(frame: pd.DataFrame) -> list[str]:
-    """A sentence for each pair of dtypes that taps had on the two sides, if the target's rounds more."""
-    found = []
-    for cast, rows in frame[frame["cast"].notna()].groupby("cast", sort=False):
+    """A sentence for each pair of dtypes that taps had on the two sides and that do not round alike."""
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for row in records(frame):
+        groups.setdefault(_own_dtypes(row), {})[row["group"]] = None
+    sentences = []
+    for (before, after), names in groups.items():
+        if roundoff(before) == roundoff(after):
+            continue
+        coarser = after if roundoff(after) > roundoff(before) else before
+        sentences.append(
+            f"The target has {after} at {first_of(list(names))} where the baseline has {before}, so differences within "
+            f"{coarser} rounding cannot be seen there."
+        )
+    return sentences
+
+
+def _own_dtypes(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The dtypes that the baseline and the target had at this tap."""
+    for each in str(row["cast"] or "").split(", "):
+        before, _, after = each.partition(" -> ")
         # Leave out conversions that round nothing, such as those of devices.
-        for before, after in (each.split(" -> ") for each in str(cast).split(", ")):
-            if roundoff(after) > roundoff(before):
-                groups = first_of(list(dict.fromkeys(rows["group"])))
-                found.append(
-                    f"The target has {after} at {groups} where the baseline has {before}, which alone explains a "
-                    "difference of this size."
-                )
-    return found
+        if after and roundoff(before) != roundoff(after):
+            return before, after
+    return row["dtype"], row["dtype"]
 
 
 def _floor(findings: Findings) -> str:
@@ -395,16 +413,19 @@ def _label(frame: pd.DataFrame, group: str) -> str:
     return str(labels.iloc[0])
 
 
-# Up to this many weights, states or updates have a sentence each; more of them share one.
+# Up to this many weights, states, updates or inputs have a sentence each; more of them share one.
 _MOST_SENTENCES = 3
 
 
 def _sentence_groups(frame: pd.DataFrame, groups: Sequence[str]) -> list[list[str]]:
-    """The named groups by sentence, culprits first: many weights' gradients, states or updates share one."""
+    """The named groups by sentence, culprits first: many weights' gradients, states or updates share one.
+
+    So do many tensors in one argument of the model, such as a cache.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for group in groups:
         kind = kind_of_group(group)
-        together = kind if kind in _OF_MANY else group
+        together = group.partition("[")[0] if kind == "input" else kind if kind in _OF_MANY else group
         alike.setdefault((together, _label(frame, group)), []).append(group)
     found: list[list[str]] = []
     for _, each in sorted(alike.items(), key=lambda item: item[0][1] != "culprit"):
@@ -569,6 +590,7 @@ def _following(groups: Sequence[str]) -> str:
 
 
 _OF_MANY = {
+    "input": "The inputs",
     "param_grad": "The gradients of weights",
     "optimizer": "The optimizer's states",
     "param": "The updates of weights",

@@ -70,6 +70,29 @@ def test_functions_without_a_model_are_compared_to_the_line() -> None:
         gl.compare(gated, gated)
 
 
+def normalised(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def run(image: torch.Tensor) -> torch.Tensor:
+        centred = image - 0.5
+        scaled = centred / deviation
+        return model(scaled)
+
+    return run
+
+
+def test_an_input_that_a_function_computes_for_its_model_has_its_line() -> None:
+    comparison = gl.compare(lambda: normalised(0.5), lambda: normalised(0.25), torch.rand(3, 8))
+    with comparison.session:
+        assert comparison.answer == "differ"
+        first, second, target, baseline = comparison.text.splitlines()[:4]
+        assert first.startswith("The inputs already differ: input.input")
+        assert second == "The values first differ here; with the baseline's value there, the tap agrees:"
+        assert target.endswith("scaled = centred / deviation  [div(f32[3, 8], 0.25)]")
+        assert baseline.endswith("scaled = centred / deviation  [div(f32[3, 8], 0.5)]")
+
+
 class Stops(nn.Module):
     """Calls its parts in turn, and then raises."""
 

@@ -119,6 +119,18 @@ def test_state_that_is_not_restored_is_reported() -> None:
     assert described.not_repeated == ("the returned value",)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_call_that_changes_weights_is_known(trains: bool) -> None:
+    model = nn.Linear(2, 2)
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            (model.weight if trains else model.weight.clone()).add_(1)
+        return model(torch.ones(2))
+
+    assert HeldCall(call, {"": model}, {}, WatchChoice()).describe().writes_weights is trains
+
+
 def test_a_tensor_that_a_backward_pass_needs_is_not_written() -> None:
     x = torch.ones(2, requires_grad=True)
     middle = x * 2

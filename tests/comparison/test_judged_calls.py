@@ -83,6 +83,14 @@ def test_a_call_that_cannot_be_replayed_clears_nothing(side: str) -> None:
         runs.in_float32.assert_not_called()
 
 
+def test_a_call_that_trains_is_sent_to_the_comparison_of_scripts() -> None:
+    moved = held(not_repeated=("x",))
+    (remark,) = Runs(found()).judge(replace(moved, writes_weights=True), held()).remarks
+    assert remark.endswith("to compare training, give two scripts, whose updates are judged one by one.")
+    (remark,) = Runs(found()).judge(moved, held()).remarks
+    assert remark.endswith("(torch.empty), may change it.")
+
+
 # ---- the match -------------------------------------------------------------------------------------------------------
 
 

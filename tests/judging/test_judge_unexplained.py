@@ -208,7 +208,7 @@ def test_groups_that_round_differently_are_named_with_their_effect(session: gl.S
         "rounding. A run in float32 shows only the mistake.\n"
         "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
     )
-    assert "run the target in float32" not in verdict.text
+    assert "in float32 for a closer look" not in verdict.text
 
 
 def test_equal_low_precision_names_nothing(session: gl.Session) -> None:

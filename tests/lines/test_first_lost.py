@@ -556,6 +556,21 @@ def test_what_overwrites_a_part_comes_before_what_reads_the_whole() -> None:
     assert sources(found.target)[0] == "y[-1].fill_(0)"
 
 
+def test_what_writes_through_a_view_comes_before_the_line_that_made_the_view() -> None:
+    def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+        def scale(x: Tensor) -> Tensor:
+            y = x.square()
+            part = y[:, :4]
+            if factor != 1:
+                part.mul_(factor)
+            return y.exp()
+
+        return scale
+
+    found = compared(scaled(1), scaled(1.5), WEIGHT)
+    assert sources(found.target)[:2] == ["part.mul_(factor)", "part = y[:, :4]"]
+
+
 def test_new_memory_that_is_filled_later_is_no_suspect() -> None:
     def paged(flips: bool) -> Callable[[Tensor], Tensor]:
         def attend(x: Tensor) -> Tensor:

@@ -77,6 +77,20 @@ def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
     assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
 
 
+def _halved(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.div(2)
+
+
+def test_an_operation_of_a_gradients_hook_has_its_own_line() -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autograd.detect_anomaly(check_nan=False), OperationRecorder() as recorder:  # type: ignore[no-untyped-call]
+        y = (x * 3).tanh()
+        y.register_hook(_halved)  # type: ignore[no-untyped-call]
+        y.sum().backward()  # type: ignore[no-untyped-call]
+    assert recorded(recorder, "div").frames()[0].source == "return gradient.div(2)"
+    assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
+
+
 def test_a_recorder_changes_no_result_and_can_be_paused() -> None:
     with OperationRecorder() as recorder:
         with recorder.pause():

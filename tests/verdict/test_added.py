@@ -147,6 +147,12 @@ def test_one_sided_taps_are_reported_for_each_side() -> None:
     ]
 
 
+def test_a_weight_and_its_gradient_on_one_side_are_reported_once() -> None:
+    weight = row("w", None, status="unmatched", tags={"kind": "param"})
+    gradient = row("w", None, status="missing", tags={"kind": "param_grad"})
+    assert unseen_of(frame_of(weight, gradient)) == ["1 tap (w) is on the target only."]
+
+
 def test_further_calls_of_a_tap_are_counted_and_not_called_a_tap_of_one_side() -> None:
     paired = [row(name, order=order) for order, name in enumerate("abab")]
     more = [row(name, None, status="unmatched", side="baseline", order=4) for name in "ab"]

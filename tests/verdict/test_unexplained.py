@@ -198,6 +198,19 @@ def test_whole_numbers_that_agree_alone_prove_little() -> None:
     assert unexplained().whole_numbers_alone() == unexplained(returned=returned()).whole_numbers_alone() == []
 
 
+def test_whole_numbers_that_are_chosen_from_untapped_numbers_prove_little() -> None:
+    tokens = tap("output", 2, dtype="int64")
+    ids = tap("input", 1, own={"kind": "input"}, dtype="int64")
+    logits = tap("input", 1, own={"kind": "input"})
+    whole = returned(("", 0.0, ("int64", "int64")))
+    (said,) = unexplained(logits, tokens, returned=whole).whole_numbers_alone()
+    assert said.endswith("return those too, or tap them (gl.tap).")
+    assert unexplained(tap("w", 0, own={"kind": "param"}), ids, tokens, returned=whole).whole_numbers_alone()
+    # Nothing shows that the tokens come from numbers that round, or else these were compared.
+    assert unexplained(ids, tokens, returned=whole).whole_numbers_alone() == []
+    assert unexplained(logits, tap("p", 1), tokens, returned=whole).whole_numbers_alone() == []
+
+
 def test_grafts_that_change_nothing_beside_a_wrong_last_tap_show_no_later_mistake() -> None:
     wrong, same = returned(("", 0.5, PAIR)), returned(("", 0.5, PAIR))
     assert unexplained(tap("y", 2, 0.5), returned=wrong, returned_grafted=same).after_last_tap() == []

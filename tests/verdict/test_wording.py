@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -15,6 +16,7 @@ from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.origins import ErrorOrigins
+from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
 from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
 
 
@@ -45,6 +47,50 @@ def test_after_a_failed_stage_only_checked_taps_are_called_clean() -> None:
     assert text.startswith("h.*.out is computed differently in layer 1 of 0-1 (")
     assert text.endswith(failed[0])
     assert text_of(Findings(pd.DataFrame(columns=list(COLUMNS)), 5.0, 1, failed=failed)) == failed[0]
+
+
+def test_values_that_only_round_differently_agree_before_an_exception() -> None:
+    frame = pd.DataFrame([{**tap("a", 1.0), "order": 1}, {**tap("b", 1.0), "order": 2}])
+    frame["label"] = ["clean", LABEL]
+    raised = "The target raises ValueError: boom; the baseline does not."
+    found = Findings(frame, 5.0, 1, raised=raised, rounding=RoundingGroups(("b",), 1, ("bfloat16",)))
+    assert text_of(found).startswith(f"{raised} The values before that agree to rounding, up to b, the last that")
+    wrong = replace(found, frame=frame.assign(label=["culprit", LABEL], ratio=[90.0, 1.0]))
+    assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
+
+
+@pytest.mark.parametrize(
+    ("cast", "first", "advice"),
+    [
+        (
+            "float32 -> bfloat16",
+            "The target has bfloat16 at h where the baseline has float32, so differences within",
+            "; run the target in float32 for a closer look.",
+        ),
+        (
+            "bfloat16 -> float32, cpu -> cuda:0",
+            "The target has float32 at h where the baseline has bfloat16, so differences within",
+            "; run the baseline in float32 for a closer look.",
+        ),
+        (None, "Nothing above bfloat16 rounding (", "; run both sides in float32 for a closer look."),
+        ("cpu -> cuda:0", "Nothing above bfloat16 rounding (", "; run both sides in float32 for a closer look."),
+    ],
+)
+def test_a_side_of_low_precision_is_named_first(cast: str | None, first: str, advice: str) -> None:
+    text = said({**tap("h", 1.0), "dtype": "bfloat16", "cast": cast})
+    assert text.startswith(first)
+    assert text.endswith(advice)
+
+
+def test_many_tensors_of_one_input_share_a_sentence() -> None:
+    cache = [tap(f"input.cache[{layer}][{n}]", 900.0 + n, kind="input") for layer in range(2) for n in range(2)]
+    other = tap("input.mask", 90.0, kind="input")
+    assert said(*cache, other).splitlines()[:2] == [
+        "The inputs are computed differently: input.cache[0][0], input.cache[0][1], input.cache[1][0] and 1 more "
+        "(added up to 0.0009, 9e+02 x the floor, float32).",
+        "The input input.mask is computed differently (added 9e-05, 90 x the floor, float32).",
+    ]
+    assert len(said(*cache[:3]).splitlines()) == 3
 
 
 def test_a_module_named_by_a_number_is_distinguished_from_its_neighbours() -> None:
