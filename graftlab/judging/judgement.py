@@ -85,6 +85,7 @@ from graftlab.verdict.unexplained import (
     ReturnedValues,
     UnexplainedDifferences,
     ValueDifference,
+    cut_graphs,
     differing_taps,
 )
 from graftlab.verdict.wording import Findings, JobRemarks, reads_unwritten
@@ -229,7 +230,8 @@ class Judgement:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
-        may_be_inherited = unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        may_be_inherited = cut_graphs(evidence.compared, naming.named)
+        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY

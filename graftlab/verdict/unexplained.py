@@ -10,7 +10,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.tap_groups import is_data, kind_of, kind_of_group
 from graftlab.base.text import first_of
 from graftlab.diffs.results import ResultDifference, compare_results, is_written, value_in_words
 from graftlab.diffs.rounding import roundoff
@@ -167,6 +167,32 @@ def differing_taps(
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
             found[row["name"]] = ValueDifference(row["name"], distance, over, is_spread=is_spread(row))
     return list(found.values())
+
+
+def cut_graphs(compared: pd.DataFrame, named: Sequence[str]) -> list[str]:
+    """A sentence for each side that lacks the gradients of taps whose values both sides have, if gradients are named.
+
+    Whatever comes before such a tap gets less gradient, and may be named for it. ``compared`` are the rows of a run
+    without grafts.
+    """
+    if not any(kind_of_group(group) in ("grad", "param_grad") for group in named):
+        return []
+    kinds = pd.Series([kind_of(tags) for tags in compared["tags"]], index=compared.index, dtype=object)
+    is_measured = compared["status"].isin(MEASURED)
+    of_both = set(compared.loc[kinds.isna() & is_measured, "name"])
+    alone = compared[(kinds == "grad") & compared["status"].isin(("missing", "unmatched"))]
+    alone = alone[alone["name"].isin(of_both - set(compared.loc[(kinds == "grad") & is_measured, "name"]))]
+    sentences = []
+    for side, other in (("baseline", "target"), ("target", "baseline")):
+        names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
+        if names:
+            has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+            sentences.append(
+                f"{first_of(names)} {has} a gradient on the {side} only: the {other}'s graph is cut where its code "
+                f"reads {it} (detach, no_grad), or nothing reads {it}. Gradients of what comes before {it} may differ "
+                "for that reason."
+            )
+    return sentences
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     jobs = findings.job_remarks or JobRemarks(None, "")
     before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
     # A function's own code may have computed the inputs of its model.
-    before += lines_in_words(findings.lines, list(findings.inputs))
+    before += lines_in_words(findings.lines, list(dict.fromkeys(findings.inputs)))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
     return before, _conclusion(findings), after
 

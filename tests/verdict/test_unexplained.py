@@ -21,6 +21,7 @@ from graftlab.verdict.unexplained import (
     UnexplainedDifferences,
     ValueDifference,
     compare_returned,
+    cut_graphs,
     differing_taps,
 )
 
@@ -187,6 +188,20 @@ def test_a_difference_beside_calls_of_one_side_is_not_blamed_on_later_code() -> 
     for lone in (tap("z", 2, None, status="unmatched"), tap("y", 2, None, status="missing", own={"kind": "grad"})):
         (said,) = unexplained(tap("y", 1), lone, returned_grafted=returned(("", 0.5, PAIR))).after_last_tap()
         assert said.startswith("Something after the last tap, y,")
+
+
+def test_a_graph_that_one_side_cuts_is_named_before_the_gradients_that_follow() -> None:
+    grad = {"own": {"kind": "grad"}}
+    lost = tap("norm", 5, None, status="unmatched", side="baseline", **grad)
+    both = [tap("x", 1), tap("norm", 2), tap("x", 6, 0.5, **grad)]
+    (said,) = cut_graphs(frame_of(*both, lost), ["x@grad"])
+    assert said.startswith(
+        "norm has a gradient on the baseline only: the target's graph is cut where its code reads it (detach, no_grad)"
+    )
+    assert cut_graphs(frame_of(*both, lost), ["x"]) == []
+    # A tap that the target does not have has no gradient there either, and one call of several proves nothing.
+    assert cut_graphs(frame_of(*both[::2], lost), ["x@grad"]) == []
+    assert cut_graphs(frame_of(*both, lost, tap("norm", 4, **grad)), ["x@grad"]) == []
 
 
 def test_whole_numbers_that_agree_alone_prove_little() -> None:
