@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from graftlab.__main__ import main
+from graftlab.engine import serve
 from graftlab.magics.command_line import COMMANDS
+from graftlab.requests import configure_logging
 
 
 class _Parsed(Exception):
@@ -40,6 +43,11 @@ def arguments() -> Iterator[tuple[str, argparse.Action]]:
 def test_each_argument_of_each_command_is_explained() -> None:
     unexplained = [name for name, action in arguments() if not action.help]
     assert unexplained == []
+
+
+@pytest.mark.parametrize("module", [serve, configure_logging])
+def test_each_argument_of_a_module_that_is_run_is_explained(module: Any) -> None:
+    assert [action.dest for action in module._parser()._actions if not action.help] == []
 
 
 def test_each_default_that_is_a_number_is_named_as_it_is() -> None:

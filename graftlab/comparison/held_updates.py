@@ -136,7 +136,7 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             row["name"]
             for row in rows
             if kind_of(row["tags"]) == kind
-            and (row["nonfinite_differ"] or (row["rel_l2"] or 0.0) > _DRIFT * roundoff(coarser_dtype(row)))
+            and (row["nonfinite_differ"] or not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row)))
         ]
         if differing:
             sentences.append(f"{what} before this update: {first_of([*differing], 4)}.")

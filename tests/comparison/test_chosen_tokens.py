@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graftlab.__main__ import main
-from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
+from graftlab.comparison.chosen_tokens import ChosenToken, _last_rows, chosen_tokens, sentence_on
 from graftlab.ranks.held_call import CallDescription
 
 CHOOSES = str(Path(__file__).with_name("scripts") / "chooses.py")
@@ -119,6 +119,15 @@ def test_whole_numbers_that_are_not_choices_of_the_largest_logit_are_ignored(cas
     if case == "equal":
         others = ids
     assert found(ours, theirs, ids, others) == []
+
+
+def test_logits_have_a_dimension_of_rows_and_one_of_tokens() -> None:
+    assert _last_rows(torch.arange(24.0).reshape(2, 4, 3), 2).tolist() == [[9, 10, 11], [21, 22, 23]]  # type: ignore[union-attr]
+    assert _last_rows(torch.arange(6.0).reshape(2, 3), 2).tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[union-attr]
+    assert _last_rows(torch.arange(6.0).reshape(2, 3), 1).tolist() == [[3, 4, 5]]  # type: ignore[union-attr]
+    assert _last_rows(torch.arange(3.0), 1).tolist() == [[0, 1, 2]]  # type: ignore[union-attr]
+    for shape in ((2, 2, 2, 3), (2,), (3, 3), (2, 0), (2, 4, 0)):
+        assert _last_rows(torch.ones(shape), 2) is None
 
 
 def test_a_whole_sequence_is_read_at_its_last_token() -> None:

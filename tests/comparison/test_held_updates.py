@@ -376,7 +376,7 @@ def weight_row(
     name: str, partner: str | None = None, rel_l2: float | None = 0.0, kind: str = "param"
 ) -> dict[str, Any]:
     found = {"name": name, "target_name": partner, "rel_l2": rel_l2, "tags": {"kind": kind}}
-    return {**found, "dtype": "float32", "cast": None}
+    return {**found, "nonfinite_differ": 0, "dtype": "float32", "cast": None}
 
 
 def test_settings_are_compared_by_pairs_of_weights() -> None:

@@ -155,3 +155,15 @@ def test_no_descriptor_of_anothers_memory_stays_open(ranks: Callable[[int, int],
     world.link()
     # One socket of each side. The mapping keeps the memory.
     assert len(descriptors() - before) == 4
+
+
+def test_links_are_closed_with_their_connector(ranks: Callable[[int, int], Ranks]) -> None:
+    world = ranks(1, 2)
+    world.link()
+    mine, *others = world.connectors
+    channels = [channel for channel, _ in mine.links.values()]
+    assert len(channels) == 2
+    assert not any(channel.closed for channel in channels)
+    mine.close()
+    assert all(channel.closed for channel in channels)
+    assert not any(channel.closed for each in others for rank, (channel, _) in each.links.items() if rank != 0)

@@ -16,6 +16,7 @@ from graftlab.lines.fingerprints import (
     fingerprint,
     joined,
 )
+from graftlab.lines.first_lost import _differ, _is_sum
 
 X = torch.randn(64, generator=torch.Generator().manual_seed(0)).abs() + 0.5
 
@@ -56,3 +57,24 @@ def test_shards_are_constant_together_if_they_have_one_value() -> None:
     assert constant(2.0, 2.0, 2.0)
     assert not constant(2.0, 2.0, 3.0)
     assert not joined([fingerprint(X), fingerprint(X)]).constant
+
+
+def test_ranks_differ_as_soon_as_one_of_them_does() -> None:
+    one, other = fingerprint(X), fingerprint(X + 1)
+    assert not _differ([one, one, one])
+    assert _differ([one, one, other])
+    assert _differ([one, other, one])
+    assert not _differ([one])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_of_ranks_is_missed_by_too_much_in_either_direction(sign: int) -> None:
+    parts = [fingerprint(sign * X), fingerprint(sign * 2 * X)]
+    assert _is_sum(parts, fingerprint(sign * 3 * X), 1e-5)
+    for factor in (2.9, 3.1):
+        assert not _is_sum(parts, fingerprint(sign * factor * X), 1e-5)
+    whole = fingerprint(3 * X)
+    for moved in (1e3, -1e3):
+        assert not _is_sum(
+            [fingerprint(X), fingerprint(2 * X)], replace(whole, projections=whole.projections + moved), 1e-5
+        )

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from graftlab.requests import RequestDumper, RequestLogging, configure, load_dump
-from graftlab.requests.configure_logging import main
+from graftlab.requests.configure_logging import TOKEN_VARIABLE, _parser, main
 
 
 @pytest.fixture
@@ -281,6 +281,20 @@ def test_a_token_goes_along_where_it_was_given(server: Server) -> None:
 def test_the_environments_proxy_is_not_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert main(["--url", server.url, "--log-requests"]) == 0
+
+
+def test_the_servers_token_comes_from_the_environment_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "from the environment")
+    assert _parser().parse_args([]).token == "from the environment"
+    assert _parser().parse_args(["--token", "given"]).token == "given"
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    assert _parser().parse_args([]).token is None
+
+
+def test_an_argument_is_written_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["--dump-requests-f", "/tmp"])
+    assert "--dump-requests-f" in one_line(capsys)
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:

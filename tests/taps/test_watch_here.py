@@ -50,7 +50,7 @@ def test_a_graft_of_one_argument_leaves_the_others_the_callers(name: str, record
     assert torch.equal(given["x"], X)
 
 
-def test_a_graft_in_the_callers_dict_is_taken_out_again_even_after_an_exception(
+def test_a_graft_in_the_callers_dict_is_taken_back_even_after_an_exception(
     recorder: Recorder,
 ) -> None:
     model, scale = Taking(), torch.ones(1)
