@@ -273,7 +273,7 @@ def test_what_existed_before_is_named_where_it_is_read_near_a_wanted_value() -> 
     assert not slice_of(recorder, result).without_fingerprint
 
 
-def test_a_module_is_searched_for_a_name_where_a_variable_has_it_and_not_behind_an_object() -> None:
+def test_a_name_is_searched_in_a_variables_module_and_not_behind_an_object() -> None:
     place = ModuleType("place")
     place.weight = drawn(4)  # type: ignore[attr-defined]
     hidden = SimpleNamespace(place=ModuleType("behind"), held=SimpleNamespace(weight=drawn(4, seed=1)))
