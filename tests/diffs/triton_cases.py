@@ -58,7 +58,7 @@ pairs = st.lists(st.tuples(values, values), min_size=1, max_size=70)
 
 
 @given(pairs)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_values(pairs: list[tuple[float, float]]) -> None:
     x, y = torch.tensor(pairs, dtype=torch.float64).t().contiguous()
     assert_right(x, y)
@@ -66,7 +66,7 @@ def test_any_values(pairs: list[tuple[float, float]]) -> None:
 
 @pytest.mark.parametrize("case", ill_conditioned())
 def test_ill_conditioned_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernel, "BLOCK", 512)
+    monkeypatch.setattr(triton_kernel, "BLOCK", 2048)
     x, y = ill_conditioned()[case]
     assert max(errors(statistics(x, y), exactly(x, y)).values()) <= 1e-6
 

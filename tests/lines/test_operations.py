@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,6 +287,24 @@ def test_what_existed_before_is_named_where_it_is_read_near_a_wanted_value() -> 
         result = recorder.read(far * weight)
     assert (recorder.values[number].path, recorder.values[number].is_parameter) == ("weight", True)
     assert not slice_of(recorder, result).without_fingerprint
+
+
+def test_a_name_is_searched_in_a_variables_module_and_not_behind_an_object() -> None:
+    place = ModuleType("place")
+    place.weight = drawn(4)  # type: ignore[attr-defined]
+    hidden = SimpleNamespace(place=ModuleType("behind"), held=SimpleNamespace(weight=drawn(4, seed=1)))
+    hidden.place.weight = drawn(4, seed=2)
+
+    def paths(where: object, *weights: list[torch.Tensor]) -> list[str | None]:
+        recorder, numbers = OperationRecorder(), []
+        with recorder:
+            for each in weights:
+                # A comprehension is a function of its own, without these variables, in older Pythons.
+                numbers.append(recorder.read(each.pop()))
+        return [recorder.values[number].path for number in numbers]
+
+    assert paths(place, [place.weight]) == ["where.weight"]  # type: ignore[attr-defined]
+    assert paths(hidden, [hidden.held.weight], [hidden.place.weight]) == ["where.held.weight", None]
 
 
 def test_what_existed_before_and_is_read_far_from_a_wanted_value_alone_is_asked_for() -> None:
