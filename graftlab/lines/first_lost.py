@@ -28,6 +28,7 @@ from graftlab.lines.operands import with_choices
 from graftlab.lines.partners import ComparedSide, plain_shape, reads_shape_alone, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
+from graftlab.lines.written_parts import with_place, writes_elsewhere
 
 TOLERANCE = 1e-5
 
@@ -87,9 +88,19 @@ def first_lost(
         with_constants(there, lost_there, here, lost_here, tolerance),
         with_constants(here, lost_here, there, lost_there, tolerance),
     )
+    own, others = (
+        with_partners(lost_here, lost_there, here, there, tolerance),
+        with_partners(lost_there, lost_here, there, here, tolerance),
+    )
+    if (writes := writes_elsewhere(baseline[ours], own, target[rank], others, tolerance)) is not None:
+        own, others = [writes[0], *own], [writes[1], *others]
+    own, others = on_baseline.at_fault(own, level), on_target.at_fault(others, level)
+    if writes is not None:
+        # Their places alone differ.
+        own, others = [with_place(own[0]), *own[1:]], [with_place(others[0]), *others[1:]]
     return LostOnBothSides(
-        on_baseline.at_fault(with_partners(lost_here, lost_there, here, there, tolerance), level),
-        on_target.at_fault(with_partners(lost_there, lost_here, there, here, tolerance), level),
+        own,
+        others,
         (len(baseline[ours].operations), len(target[rank].operations)),
         remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
@@ -324,7 +335,8 @@ class _Side:
 
         The caller of such a line is at fault: it calls the line once too often, or with wrong arguments.
         """
-        wrong = {each.index for each in self._lost_here(level)}
+        # What a write to a wrong place leaves there is right.
+        wrong = {each.index for each in (*self._lost_here(level), *(each.operation for each in lost))}
         of_lost = {each.operation.call for each in lost}
         ran = [each for each in self.trace.operations if each.index not in wrong and each.call in of_lost]
         right = [each for each in ran if any(map(self._is_known_to_agree, each.outputs))]

@@ -75,6 +75,15 @@ class TracedValue(NamedTuple):
     """
 
 
+class WrittenPart(NamedTuple):
+    """A part of a tensor that an operation wrote: the numbers of the whole's values before and after, and its place."""
+
+    before: int
+    after: int
+    begin: tuple[int, ...]
+    """The index in the whole of the part's first element."""
+
+
 class Operation(NamedTuple):
     """One operation of torch. ``index`` counts from 0 in order of execution; ``inputs`` and ``outputs`` are numbers of
     values; ``call`` is the operation with its arguments in words.
@@ -98,6 +107,7 @@ class Operation(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
     """The shapes of the tensors that it reads, and last that of its first result."""
     is_collective: bool = False
+    written_parts: tuple[WrittenPart, ...] = ()
 
     @property
     def only_arranges(self) -> bool:
@@ -133,6 +143,15 @@ class _Layout(NamedTuple):
             return None
         steps = zip(self.shape, self.stride, strict=True)
         return self.begin, sum((size - 1) * stride for size, stride in steps)
+
+    def index_of(self, place: int) -> tuple[int, ...]:
+        """The index of the element at this place of the memory."""
+        strides = self.stride or ()
+        index = [0] * len(strides)
+        left = place - self.begin
+        for dim in sorted(range(len(strides)), key=strides.__getitem__, reverse=True):
+            index[dim], left = divmod(left, max(strides[dim], 1))
+        return tuple(index)
 
 
 @dataclass(slots=True)
@@ -400,9 +419,12 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = _passing(result, written, kept)
         outputs: list[int] = []
         shared = begun.addresses
+        parts: list[WrittenPart] = []
         if written:
+            wholes = [] if signature.is_collective else [found for each in written if (found := self._whole(each))]
             for each in written:
                 self._write(each, index)
+            parts = [WrittenPart(before, self._number(whole), begin) for before, whole, begin in wholes]
             shared = [*shared, *map(_address, written)]
             outputs += [self._number(each, _address(each), (index,)) for each in written]
             for each in [] if signature.is_collective else written:
@@ -432,6 +454,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 begun.arguments,
                 (*begun.shapes, *(tuple(each.shape) for each in results[:1])),
                 signature.has_later_result,
+                tuple(parts),
             )
         )
         return result
@@ -520,6 +543,28 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index is not None:
             memory.writers.append(index)
             memory.is_written_in_place = True
+
+    def _whole(self, part: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, ...]] | None:
+        """The number and tensor of the largest known value that this is a part of, and the index where it begins.
+
+        None if there is none.
+        """
+        extent, kind = _layout(part).extent, DTYPE_NAMES[part.dtype]
+        if extent is None:
+            return None
+        begin, end = extent[0], sum(extent)
+        size, found = part.numel(), None
+        for number, layout in self._memory(part).present.items():
+            own = layout.extent
+            if own is None or not (own[0] <= begin and end <= sum(own)) or self.values[number].dtype != kind:
+                continue
+            if math.prod(layout.shape) > size and 0 not in (layout.stride or ()):
+                size, found = math.prod(layout.shape), (number, layout)
+        if found is None:
+            return None
+        number, layout = found
+        whole = part.detach().as_strided(layout.shape, layout.stride or (), layout.begin)
+        return number, whole, layout.index_of(begin)
 
     def _memory(self, tensor: torch.Tensor) -> _Storage:
         address = _address(tensor)

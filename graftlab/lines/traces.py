@@ -10,7 +10,7 @@ from typing import Any
 from graftlab.base.tags import TapIdentity, identity
 from graftlab.lines.fingerprints import Fingerprint
 from graftlab.lines.frames import SourceFrame, model_entry
-from graftlab.lines.operations import Operation, OperationRecorder, TracedValue
+from graftlab.lines.operations import Operation, OperationRecorder, TracedValue, WrittenPart
 
 MOST_ELSEWHERE = 4096
 
@@ -82,6 +82,7 @@ class TracedOperation:
     arguments: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     is_collective: bool = False
+    written_parts: tuple[WrittenPart, ...] = ()
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:
@@ -99,6 +100,7 @@ class TracedOperation:
             operation.arguments,
             operation.shapes,
             operation.is_collective,
+            operation.written_parts,
         )
 
 
@@ -171,6 +173,8 @@ def slice_of(recorder: OperationRecorder, result: int) -> SliceTrace:
                     left.append(number)
     chosen = [recorder.operations[index] for index in sorted(operations)]
     values.update(dict.fromkeys(number for each in chosen for number in each.outputs))
+    parts = [part for each in chosen for part in each.written_parts]
+    values.update(dict.fromkeys(number for part in parts for number in (part.before, part.after)))
     of_forward: tuple[Fingerprint, ...] = ()
     elsewhere: tuple[Fingerprint, ...] = ()
     if recorder.only is None:

@@ -282,11 +282,51 @@ class Decoder:
 
 def test_state_that_was_written_is_named_with_the_line_that_wrote_it_last() -> None:
     found = compared(Decoder(1).step, Decoder(2).step, drawn(3, 6))
-    (read,) = found.target[0].state
+    (read,) = found.target[1].state
     assert read.name == "self.keys"
     assert read.writer is not None
     assert read.writer.frames[0].source == "self.keys[self.slot] = x[0]"
-    assert found.baseline[0].state[0].name == "self.keys"
+    assert found.baseline[1].state[0].name == "self.keys"
+    # The same row at another place.
+    places = [side[0].operation.call for side in (found.baseline, found.target)]
+    assert places == ["copy_(f32[6], f32[6]) at [1, 0]", "copy_(f32[6], f32[6]) at [2, 0]"]
+
+
+def ringing(slot: Callable[[int], int], reads: float = 1) -> Callable[[Tensor, Tensor], Tensor]:
+    """Attention to a cache of four slots, to which each row is written."""
+
+    def put(cache: Tensor, place: int, row: Tensor) -> None:
+        cache[:, place] = row
+
+    def attend(x: Tensor, kept: Tensor) -> Tensor:
+        cache = kept.clone()
+        for step, row in enumerate(x[:5]):
+            put(cache, slot(step), row)
+        put(cache, slot(5), x[5])
+        return (cache @ cache.mT * reads).softmax(-1) @ cache
+
+    return attend
+
+
+X, KEPT = drawn(6, 2, 8), drawn(2, 4, 8, seed=7)
+
+
+def test_a_row_written_to_another_place_is_named_where_it_is_written() -> None:
+    right, clamped = ringing(lambda step: step % 4), ringing(lambda step: min(step, 3))
+    found = compared(right, clamped, X, KEPT)
+    assert sources(found.target)[0] == sources(found.baseline)[0] == "cache[:, place] = row"
+    calls = [side[0].operation.call for side in (found.baseline, found.target)]
+    assert calls == [f"copy_(f32[2, 8], f32[2, 8]) at [0, {slot}, 0]" for slot in (0, 3)]
+    assert found.target[0].has_equal_inputs
+    # The line is right where another one calls it with the right place.
+    found = compared(right, ringing(lambda step: step % 4 if step < 5 else 0), X, KEPT)
+    assert sources(found.target)[0] == "put(cache, slot(5), x[5])"
+
+
+def test_a_row_written_to_another_place_is_right_where_no_reader_differs() -> None:
+    right = ringing(lambda step: step % 4)
+    found = compared(right, ringing(lambda step: (step + 1) % 4, reads=2), X, KEPT[:, :1].expand(2, 4, 8))
+    assert not any("cache[:, place]" in source for source in sources(found.target)[:1])
 
 
 def test_a_variable_that_is_written_in_place_is_not_state() -> None:

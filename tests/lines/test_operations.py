@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -20,7 +21,7 @@ from graftlab.lines.fingerprints import (
     fingerprint,
     joined,
 )
-from graftlab.lines.operations import Operation, OperationRecorder
+from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart
 from graftlab.lines.traces import SliceTrace, slice_of
 
 
@@ -403,3 +404,26 @@ def test_a_view_that_is_made_again_is_read_from_the_later_line() -> None:
     # A view of a view in its place adds nothing.
     assert read_from == [(first.index,), (second.index,), (second.index,)]
     assert all(each.inputs[0] in recorder.fingerprints for each in readers)
+
+
+def test_a_written_part_has_its_place_in_the_largest_tensor_around_it() -> None:
+    def parts_of(whole: torch.Tensor, write: Callable[[torch.Tensor], object]) -> list[WrittenPart]:
+        with OperationRecorder() as recorder:
+            whole.sum()
+            write(whole)
+            whole.sum()
+        parts = [part for each in recorder.operations for part in each.written_parts]
+        for part in parts:
+            before, after = (recorder.fingerprints[number] for number in (part.before, part.after))
+            assert agreement(before, after, 1e-6) != IN_ORDER
+        return parts
+
+    def begins(whole: torch.Tensor, write: Callable[[torch.Tensor], object]) -> list[tuple[int, ...]]:
+        return [part.begin for part in parts_of(whole, write)]
+
+    made = torch.arange(2.0 * 3 * 4).reshape(2, 3, 4)
+    assert begins(made.clone(), lambda whole: whole[1, 2].fill_(7)) == [(1, 2, 0)]
+    assert begins(made.clone(), lambda whole: whole[:, 1:][0, :, 3].mul_(2)) == [(0, 1, 3)]
+    assert begins(made.clone().transpose(0, 2), lambda whole: whole[3, :, 1].add_(1)) == [(3, 0, 1)]
+    assert begins(made.clone(), lambda whole: whole.mul_(2)) == []
+    assert begins(made.clone()[0], lambda whole: whole[2].neg_()) == [(2, 0)]

@@ -1,0 +1,65 @@
+"""Finds writes of equal values to different places of equal tensors, such as to the wrong slot of a cache.
+
+The part that such a write leaves is equal on both sides, and what reads the whole tensor later differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graftlab.lines.fingerprints import IN_ORDER, agreement
+from graftlab.lines.lost import LostOperation
+from graftlab.lines.operations import WrittenPart
+from graftlab.lines.traces import SliceTrace, TracedOperation
+
+
+def writes_elsewhere(
+    baseline: SliceTrace,
+    on_baseline: Sequence[LostOperation],
+    target: SliceTrace,
+    on_target: Sequence[LostOperation],
+    tolerance: float,
+) -> tuple[LostOperation, LostOperation] | None:
+    """The first such write of each side, the baseline's first, among those that the first lost operations read."""
+
+    def agree(own: int, its: int) -> bool:
+        one, other = target.fingerprints.get(own), baseline.fingerprints.get(its)
+        return one is not None and other is not None and agreement(one, other, tolerance) == IN_ORDER
+
+    theirs = _writes_read_by(on_baseline, baseline)
+    for write, part in _writes_read_by(on_target, target):
+        for other, its in theirs:
+            if (other.call, other.shapes) != (write.call, write.shapes) or not agree(part.before, its.before):
+                continue
+            values = zip((*write.inputs, *write.outputs[:1]), (*other.inputs, *other.outputs[:1]), strict=True)
+            is_known = part.after in target.fingerprints and its.after in baseline.fingerprints
+            if is_known and all(agree(*each) for each in values) and not agree(part.after, its.after):
+                return LostOperation(other, True, True), LostOperation(write, True, True)
+    return None
+
+
+def with_place(lost: LostOperation) -> LostOperation:
+    """Return the operation with the place to which it writes in its words."""
+    places = ", ".join(str(list(part.begin)) for part in lost.operation.written_parts)
+    return replace(lost, operation=replace(lost.operation, call=f"{lost.operation.call} at {places}"))
+
+
+def _writes_read_by(lost: Sequence[LostOperation], trace: SliceTrace) -> list[tuple[TracedOperation, WrittenPart]]:
+    """The writes to parts of what the first lost operation reads, perhaps rearranged, in execution order."""
+    first = next((each.operation for each in lost if not each.is_later), None)
+    if first is None:
+        return []
+    arranged = {number: each for each in trace.operations if each.only_arranges for number in each.outputs}
+    writes = {part.after: (each, part) for each in trace.operations for part in each.written_parts}
+    found: list[tuple[TracedOperation, WrittenPart]] = []
+    left, seen = list(first.inputs), set(first.inputs)
+    while left:
+        number = left.pop()
+        more = list(arranged[number].inputs) if number in arranged else []
+        if number in writes and writes[number][0].index < first.index:
+            found.append(writes[number])
+            more.append(writes[number][1].before)
+        left += [each for each in more if each not in seen]
+        seen.update(more)
+    return sorted(found, key=lambda each: each[0].index)
