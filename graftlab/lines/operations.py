@@ -550,7 +550,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         None if there is none.
         """
         extent, kind = _layout(part).extent, DTYPE_NAMES[part.dtype]
-        if extent is None:
+        if extent is None or type(part) not in (torch.Tensor, torch.nn.Parameter):
             return None
         begin, end = extent[0], sum(extent)
         size, found = part.numel(), None

@@ -21,7 +21,7 @@ def writes_elsewhere(
     on_target: Sequence[LostOperation],
     tolerance: float,
 ) -> tuple[LostOperation, LostOperation] | None:
-    """The first such write of each side, the baseline's first, among those that the first lost operations read."""
+    """The first such write of each side, the baseline's first, on the way to a first lost operation or the result."""
 
     def agree(own: int, its: int) -> bool:
         one, other = target.fingerprints.get(own), baseline.fingerprints.get(its)
@@ -32,9 +32,10 @@ def writes_elsewhere(
         for other, its in theirs:
             if (other.call, other.shapes) != (write.call, write.shapes) or not agree(part.before, its.before):
                 continue
-            values = zip((*write.inputs, *write.outputs[:1]), (*other.inputs, *other.outputs[:1]), strict=True)
+            ours, of_other = ((*each.inputs, *each.outputs[:1]) for each in (write, other))
+            are_equal = len(ours) == len(of_other) and all(map(agree, ours, of_other))
             is_known = part.after in target.fingerprints and its.after in baseline.fingerprints
-            if is_known and all(agree(*each) for each in values) and not agree(part.after, its.after):
+            if are_equal and is_known and not agree(part.after, its.after):
                 return LostOperation(other, True, True), LostOperation(write, True, True)
     return None
 
@@ -46,18 +47,18 @@ def with_place(lost: LostOperation) -> LostOperation:
 
 
 def _writes_read_by(lost: Sequence[LostOperation], trace: SliceTrace) -> list[tuple[TracedOperation, WrittenPart]]:
-    """The writes to parts of what the first lost operation reads, perhaps rearranged, in execution order."""
+    """The writes to parts of what the first lost operation reads, or of the result, in execution order."""
     first = next((each.operation for each in lost if not each.is_later), None)
-    if first is None:
-        return []
-    arranged = {number: each for each in trace.operations if each.only_arranges for number in each.outputs}
+    moves = [each for each in trace.operations if each.only_arranges or each.name == "copy_"]
+    moved = {number: each for each in moves for number in each.outputs}
     writes = {part.after: (each, part) for each in trace.operations for part in each.written_parts}
     found: list[tuple[TracedOperation, WrittenPart]] = []
-    left, seen = list(first.inputs), set(first.inputs)
+    left = [trace.result, *(() if first is None else first.inputs)]
+    seen = set(left)
     while left:
         number = left.pop()
-        more = list(arranged[number].inputs) if number in arranged else []
-        if number in writes and writes[number][0].index < first.index:
+        more = list(moved[number].inputs) if number in moved else []
+        if number in writes:
             found.append(writes[number])
             more.append(writes[number][1].before)
         left += [each for each in more if each not in seen]

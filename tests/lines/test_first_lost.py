@@ -323,6 +323,21 @@ def test_a_row_written_to_another_place_is_named_where_it_is_written() -> None:
     assert sources(found.target)[0] == "put(cache, slot(5), x[5])"
 
 
+def test_a_cache_that_differs_itself_has_the_line_that_wrote_to_another_place() -> None:
+    def written(slot: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def write(x: Tensor, kept: Tensor) -> Tensor:
+            cache = kept.clone()
+            cache[:, slot] = x[0]
+            given = torch.empty_like(kept)
+            given.copy_(cache)
+            return given
+
+        return write
+
+    found = compared(written(1), written(2), X, KEPT)
+    assert sources(found.target)[0] == sources(found.baseline)[0] == "cache[:, slot] = x[0]"
+
+
 def test_a_row_written_to_another_place_is_right_where_no_reader_differs() -> None:
     right = ringing(lambda step: step % 4)
     found = compared(right, ringing(lambda step: (step + 1) % 4, reads=2), X, KEPT[:, :1].expand(2, 4, 8))
