@@ -290,7 +290,7 @@ def residual_stream(fault: str) -> None:
     ("fault", "source"),
     [
         ("clamps", "clamped = normed.clamp(-1, 1)"),
-        ("halves", 'normed = clamped if wrong == "clamps" else normed + (clamped - normed).detach()'),
+        ("halves", "normed.register_hook(lambda gradient: gradient * 0.5)"),
         ("saves", 'kept = by * 1.25 if keeps == "wrong" else by'),
         ("twice", "loss.backward()"),
     ],

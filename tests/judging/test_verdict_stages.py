@@ -44,8 +44,8 @@ def test_whatever_the_stages_find_reaches_the_findings(made: Made) -> None:
     assert made.asked == [
         "target",
         ("unexplained", True, ("varies",)),
-        # Groups of inputs have no code of the model behind them.
-        ("trace", ("b",), "kept"),
+        # A function may have computed its model's inputs itself.
+        ("trace", ("b", "c"), "kept"),
         ("pairs", "rows"),
         "confirm",
         "hints",
@@ -53,7 +53,7 @@ def test_whatever_the_stages_find_reaches_the_findings(made: Made) -> None:
 
 
 def test_of_jobs_only_what_was_measured_in_their_steps_is_reported(made: Made) -> None:
-    made.naming = replace(made.naming, job_remarks=JOBS, not_repeated=["b"], target_not_repeated=["c"])
+    made.naming = replace(made.naming, job_remarks=JOBS, not_repeated=["b"], target_not_repeated=["c"], inputs=["c"])
     found = made.verdict().findings
     assert found.job_remarks == JOBS
     assert "of jobs" in found.remarks
@@ -62,6 +62,8 @@ def test_of_jobs_only_what_was_measured_in_their_steps_is_reported(made: Made) -
     # Lines are found in one step of jobs, whether or not it repeats; hints need pairs of equal steps.
     assert "hints" not in made.asked
     assert "confirm" in made.asked
+    # The data of jobs comes from their own loops.
+    assert ("trace", ("b",), "kept") in made.asked
     made.naming = naming((), job_remarks=JOBS)
     assert "of jobs" not in made.verdict().findings.remarks
     made.runs.recorded = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("grafter")
 
 def record(code: Callable[..., Any] | str, *args: Any, **given: Any) -> MatchRecord:
     options: dict[str, Any] = {"budget": PLENTY, "send": PLENTY, "grafts": {}, "forget": [], **given}
-    return record_taps(code, args, options.pop("kwargs", {}), **options)
+    kwargs = options.pop("kwargs", {})
+    return record_taps(code if isinstance(code, str) else partial(code, *args, **kwargs), **options)
 
 
 def taps() -> None:
