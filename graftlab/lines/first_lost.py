@@ -92,15 +92,10 @@ def first_lost(
         with_partners(lost_here, lost_there, here, there, tolerance),
         with_partners(lost_there, lost_here, there, here, tolerance),
     )
-    if (writes := writes_elsewhere(baseline[ours], own, target[rank], others, tolerance)) is not None:
-        own, others = [writes[0], *own], [writes[1], *others]
-    own, others = on_baseline.at_fault(own, level), on_target.at_fault(others, level)
-    if writes is not None:
-        # Their places alone differ.
-        own, others = [with_place(own[0]), *own[1:]], [with_place(others[0]), *others[1:]]
+    writes = writes_elsewhere(baseline[ours], own, target[rank], others, tolerance) or (None, None)
     return LostOnBothSides(
-        own,
-        others,
+        on_baseline.at_fault(own, level, writes[0]),
+        on_target.at_fault(others, level, writes[1]),
         (len(baseline[ours].operations), len(target[rank].operations)),
         remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
@@ -330,13 +325,17 @@ class _Side:
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
 
-    def at_fault(self, lost: Sequence[LostOperation], level: int) -> list[LostOperation]:
+    def at_fault(self, lost: Sequence[LostOperation], level: int, write: LostOperation | None) -> list[LostOperation]:
         """The lost operations, attributed to the callers of lines that do the same elsewhere with right results.
 
-        The caller of such a line is at fault: it calls the line once too often, or with wrong arguments.
+        The caller of such a line is at fault: it calls the line once too often, or with wrong arguments. ``write``, a
+        write to another place than the other side's, comes first.
         """
-        # What a write to a wrong place leaves there is right.
-        wrong = {each.index for each in (*self._lost_here(level), *(each.operation for each in lost))}
+        wrong = {each.index for each in self._lost_here(level)}
+        if write is not None:
+            # What it leaves there is right.
+            wrong.add(write.operation.index)
+            lost = [write, *lost]
         of_lost = {each.operation.call for each in lost}
         ran = [each for each in self.trace.operations if each.index not in wrong and each.call in of_lost]
         right = [each for each in ran if any(map(self._is_known_to_agree, each.outputs))]
@@ -358,7 +357,8 @@ class _Side:
                 frames = frames[1:]
             return replace(operation, frames=frames)
 
-        return [replace(each, operation=called(each.operation)) for each in lost]
+        found = [replace(each, operation=called(each.operation)) for each in lost]
+        return found if write is None else [with_place(found[0]), *found[1:]]
 
     def _is_known_to_agree(self, number: int) -> bool:
         return self.says(number) and self._is_equal(number)
