@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -252,6 +253,12 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     found = RoundingGroups(("a", "b"))
     monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
 
+    def assert_none(found: RoundingGroups) -> None:
+        # From Python 3.13 on, dataclasses with equal NaNs are not equal.
+        assert (found.groups, found.equal, found.dtypes, found.output) == ((), 0, (), "")
+        assert math.isnan(found.restored)
+        assert math.isnan(found.total)
+
     def rounding(*measured: Any, **more: Any) -> RoundingGroups:
         swapped.naming = naming(**{"named": (), **more})
         swaps: Any = Swapping(swapped, *measured)
@@ -259,14 +266,15 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
 
     assert rounding((0.1, 0.4)) == found.with_effect("logits", 0.1, 0.4)
     # In any tensor parallel target sums over ranks round differently, which explains little.
-    assert rounding((0.3, 0.4)) == RoundingGroups()
+    assert_none(rounding((0.3, 0.4)))
     assert len(swapped.asked) == 2
     assert rounding(named=("a",)) == found
-    assert rounding(not_repeated=["b"]) == RoundingGroups()
+    assert_none(rounding(not_repeated=["b"]))
     monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups(("d",)))
-    assert rounding() == RoundingGroups(("d",))
+    unmeasured = rounding()
+    assert (unmeasured.groups, unmeasured.output) == (("d",), "")
     monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups())
-    assert rounding() == RoundingGroups()
+    assert_none(rounding())
     monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
     swapped.runs.request.explain = False
     assert rounding() == found
