@@ -24,7 +24,8 @@ def path_of(tensor: torch.Tensor, frame: FrameType, *, with_variables: bool = Tr
 
     A tensor in the same memory counts too, with ``...`` after its path: the code reads a part or a view of it. Without
     ``with_variables`` only names that outlive a call count: attributes, and keys of objects in variables. A Python
-    module is searched where a variable has it: an object that leads to one, such as a namespace, leads to all modules.
+    module is searched only where a variable holds it: through an object, such as a namespace, the search would reach
+    all modules.
     """
     running = model_frame(frame)
     if running is None:

@@ -30,10 +30,10 @@ def writes_elsewhere(
     theirs = _writes_read_by(on_baseline, baseline)
     for write, part in _writes_read_by(on_target, target):
         for other, its in theirs:
-            if (other.call, other.shapes) != (write.call, write.shapes) or not agree(part.before, its.before):
+            if (other.call, other.shapes) != (write.call, write.shapes) or part.begin == its.begin:
                 continue
             ours, of_other = ((*each.inputs, *each.outputs[:1]) for each in (write, other))
-            are_equal = len(ours) == len(of_other) and all(map(agree, ours, of_other))
+            are_equal = len(ours) == len(of_other) and all(map(agree, (part.before, *ours), (its.before, *of_other)))
             is_known = part.after in target.fingerprints and its.after in baseline.fingerprints
             if are_equal and is_known and not agree(part.after, its.after):
                 return LostOperation(other, True, True), LostOperation(write, True, True)

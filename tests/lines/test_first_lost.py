@@ -318,7 +318,7 @@ def test_a_row_written_to_another_place_is_named_where_it_is_written() -> None:
     calls = [side[0].operation.call for side in (found.baseline, found.target)]
     assert calls == [f"copy_(f32[2, 8], f32[2, 8]) at [0, {slot}, 0]" for slot in (0, 3)]
     assert found.target[0].has_equal_inputs
-    # The line is right where another one calls it with the right place.
+    # The line is right where the loop calls it.
     found = compared(right, ringing(lambda step: step % 4 if step < 5 else 0), X, KEPT)
     assert sources(found.target)[0] == "put(cache, slot(5), x[5])"
 
@@ -336,6 +336,20 @@ def test_a_cache_that_differs_itself_has_the_line_that_wrote_to_another_place() 
 
     found = compared(written(1), written(2), X, KEPT)
     assert sources(found.target)[0] == sources(found.baseline)[0] == "cache[:, slot] = x[0]"
+
+
+def test_writes_that_begin_at_the_same_place_are_named_without_it() -> None:
+    def written(stride: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def write(x: Tensor, kept: Tensor) -> Tensor:
+            cache = kept.clone()
+            cache[:, : 2 * stride : stride] = x[:2].transpose(0, 1)
+            return (cache @ cache.mT).softmax(-1)
+
+        return write
+
+    found = compared(written(1), written(2), X, KEPT)
+    assert found.target
+    assert not any(" at [" in each.operation.call for each in (*found.target, *found.baseline))
 
 
 def test_a_row_written_to_another_place_is_right_where_no_reader_differs() -> None:
