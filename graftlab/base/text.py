@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 def counted(count: int, noun: str) -> str:
@@ -50,6 +50,11 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """A noun with the numbers of what it stands for: ``step 3``, ``ranks 0-2, 5``."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
 
 
 def positive(text: str) -> int:

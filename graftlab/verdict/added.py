@@ -13,7 +13,7 @@ import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
-from graftlab.base.text import first_of
+from graftlab.base.text import counted, first_of
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
@@ -359,7 +359,7 @@ def _first_error(rows: pd.DataFrame) -> str:
 def _taps(names: Iterable[str]) -> str:
     distinct = list(dict.fromkeys(names))
     shown = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
-    return f"{len(distinct)} tap{'s' if len(distinct) > 1 else ''} ({shown})"
+    return f"{counted(len(distinct), 'tap')} ({shown})"
 
 
 # Two runs of the same code agree to this, even on devices whose kernels are not deterministic.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftlab.base.tap_groups import described, kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
-from graftlab.base.text import first_of, listed, spans
+from graftlab.base.text import first_of, listed, numbered
 
 MOST_SWAPS = 13
 """The most runs that the search for causes takes. With the others a verdict takes at most 20."""
@@ -320,8 +320,8 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
         )
     elif causes.earlier:
         lines.append(
-            f"The output{output} agrees in its last call ({_over_floor(causes.total)}) and differs earlier, in step"
-            f"{'s' if len(causes.earlier) > 1 else ''} {spans(causes.earlier)}."
+            f"The output{output} agrees in its last call ({_over_floor(causes.total)}) and differs earlier, in "
+            f"{numbered('step', causes.earlier)}."
         )
     elif causes.agrees:
         lines.append(f"The output{output} still agrees ({_over_floor(causes.total)}).")

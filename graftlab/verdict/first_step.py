@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
-from graftlab.base.text import counted, spans
+from graftlab.base.text import counted, numbered
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.unexplained import AccumulatedFloors
@@ -104,7 +104,7 @@ def _described(
             f"{where}."
         )
         return FirstDifference(step, sentence, False)
-    agreed = f"The jobs agree in step{'s' if len(before) > 1 else ''} {spans([each for each, _ in before])}"
+    agreed = f"The jobs agree in {numbered('step', [each for each, _ in before])}"
     last, rows_of_last = before[-1]
     if weights and last == step - 1:
         has_gradients = any(kind_of(row["tags"]) in _GRADIENTS for row in rows_of_last)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
-from graftlab.base.text import first_of, spans
+from graftlab.base.text import first_of, numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
@@ -272,10 +272,10 @@ def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]], values: Mapping[s
 
 def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
     layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
-    where = f" in layer{'s' if len(layers) > 1 else ''} {spans(layers)}" if layers else ""
+    where = f" in {numbered('layer', layers)}" if layers else ""
     steps = sorted({row.get("later", 0) for row in rows})
     if 0 not in steps:
-        where += f" in step{'s' if len(steps) > 1 else ''} {spans(steps)}"
+        where += f" in {numbered('step', steps)}"
     if any(row["nonfinite_differ"] for row in rows):
         size = "not finite on one side"
     else:

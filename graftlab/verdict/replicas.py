@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, place_in_blame
-from graftlab.base.text import spans
+from graftlab.base.text import numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.layouts.replicas import Replicas, TapSketch
 
@@ -93,7 +93,7 @@ def check_replicas(
             by_place.setdefault(each.place, {})[rank] = each
     whole = {place: each for place, each in by_place.items() if len(each) == size}
     missing = [
-        f"{next(iter(each.values())).name} (on rank{'s' if len(each) > 1 else ''} {spans(each)} only)"
+        f"{next(iter(each.values())).name} (on {numbered('rank', each)} only)"
         for each in by_place.values()
         if len(each) < size
     ]

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import described, kind_of_group, numbers_in
-from graftlab.base.text import counted, first_of, listed, spans
+from graftlab.base.text import counted, first_of, listed, numbered, spans
 from graftlab.base.world import SIDES
 from graftlab.diffs.maps import DifferenceMap
 from graftlab.diffs.rounding import roundoff
@@ -648,4 +648,4 @@ def _ranks(over: pd.DataFrame, count: int) -> str:
     if count == 1:
         return ""
     wrong = set(over["rank"])
-    return " on all ranks" if len(wrong) == count else f" on rank{'s' if len(wrong) > 1 else ''} {spans(wrong)} alone"
+    return " on all ranks" if len(wrong) == count else f" on {numbered('rank', wrong)} alone"

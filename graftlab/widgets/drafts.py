@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import Any, Literal
 
+from graftlab.base.text import counted
 from graftlab.errors import TransformError
 from graftlab.transforms import SIGNATURE, GraftTransformInput, TransformSpec, default_transform
 from graftlab.transforms.spec import Specs
@@ -77,8 +78,7 @@ class Version:
     def label(self) -> str:
         size = ""
         if isinstance(self.spec, TransformSpec) and self.spec.kind == "source":
-            count = len(self.spec.text.splitlines())
-            size = f", {count} line{'s' if count != 1 else ''}"
+            size = f", {counted(len(self.spec.text.splitlines()), 'line')}"
         where = f", where {self.spec.where}" if isinstance(self.spec, TransformSpec) and self.spec.where else ""
         return f"{'not applied' if self.plan is None else f'plan {self.plan}'}: {label_of(self.spec)}{size}{where}"
 
