@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
-unhurried: Any = {"max_examples": scaled(100), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+unhurried: Any = {"max_examples": scaled(60), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("graftlab", **unhurried, derandomize="CI" in os.environ)
 settings.register_profile("fuzz", **unhurried, print_blob=True)
 settings.load_profile("fuzz" if factor() > 1 else "graftlab")
@@ -102,6 +102,14 @@ def browser_type_launch_args(browser_type_launch_args: dict[str, Any], chromium:
 
 def pytest_collection() -> None:
     gc.disable()
+
+
+# ---- in which order --------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in a browser first: one worker has them all, or each would start a JupyterLab, a browser and a kernel."""
+    items.sort(key=lambda item: item.get_closest_marker("browser") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -9,9 +9,15 @@ from kit.pages import Browser
 
 
 @pytest.fixture(params=["main thread", "another thread"])
-def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Browser:
-    """A browser whose messages arrive on the main thread or on another; releases of ipykernel differ."""
-    browser = Browser(in_a_thread=request.param == "another thread")
+def arrives_on(request: pytest.FixtureRequest) -> str:
+    """Where messages arrive: releases of ipykernel differ. Modules with slow tests choose the harder one."""
+    return str(request.param)
+
+
+@pytest.fixture
+def simulated(arrives_on: str, monkeypatch: pytest.MonkeyPatch) -> Browser:
+    """A browser whose messages arrive on the main thread or on another."""
+    browser = Browser(in_a_thread=arrives_on == "another thread")
     monkeypatch.setattr("ipywidgets.comm.create_comm", browser.create_comm)
     return browser
 

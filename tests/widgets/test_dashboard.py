@@ -47,6 +47,12 @@ class BoardScreen(Screen):
         self.browser.send(self.find("tap-view").comm.comm_id, {"what": what, "value": value})
 
 
+@pytest.fixture
+def arrives_on() -> str:
+    # The editors and test_snapshot have both.
+    return "another thread"
+
+
 @pytest.fixture(scope="module")
 def session() -> Iterator[gl.Session]:
     with gl.launch(baseline=1, target=2) as session:
