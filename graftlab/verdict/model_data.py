@@ -207,12 +207,19 @@ def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame |
 
 
 def _by_kind(rows: Iterable[tuple[str, dict[str, Any]]], threshold: float) -> dict[str, _RowsByGroup]:
-    """Those rows that differ, by kind and group."""
+    """Those rows that differ, by kind and group; with ``alone``, their ranks, where it agrees on others."""
     differing: dict[str, _RowsByGroup] = {}
+    ranks: dict[tuple[str, str], set[int]] = {}
     for kind, row in rows:
-        if row["status"] in MEASURED and _differs(row, threshold):
-            group = group_of(row["name"])
-            differing.setdefault(kind, {}).setdefault(group, []).append(row)
+        if row["status"] in MEASURED:
+            ranks.setdefault((kind, row["name"]), set()).add(row["rank"])
+            if _differs(row, threshold):
+                differing.setdefault(kind, {}).setdefault(group_of(row["name"]), []).append(row)
+    for kind, groups in differing.items():
+        for group, found in groups.items():
+            alone = sorted({row["rank"] for row in found})
+            if len(alone) < len(set().union(*(ranks[kind, row["name"]] for row in found))):
+                groups[group] = [{**row, "alone": alone} for row in found]
     return differing
 
 
@@ -276,6 +283,8 @@ def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
     steps = sorted({row.get("later", 0) for row in rows})
     if 0 not in steps:
         where += f" in {numbered('step', steps)}"
+    if alone := rows[0].get("alone"):
+        where += f" on {numbered('rank', alone)} alone"
     if any(row["nonfinite_differ"] for row in rows):
         size = "not finite on one side"
     else:

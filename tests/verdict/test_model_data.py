@@ -155,3 +155,16 @@ def test_inputs_that_code_between_calls_computes_differently_are_computed() -> N
     assert computed_between_calls(loop(0.5, 0.3), loop(0.2, 0.3), 5.0) == set()
     (said,) = differing_data(loop(0.5, 0.3), 5.0, loop(0.2, 0.3))
     assert said.startswith("The inputs already differ: input.x (rel_l2 0.3)")
+
+
+def test_a_weight_that_differs_on_some_ranks_alone_is_reported_with_them() -> None:
+    def on(rank: int, name: str, rel_l2: float) -> Row:
+        return row(1, name, "float32", rel_l2, kind="param")._replace(rank=rank)
+
+    # Of layer 1, rank 0 has nothing: so none agrees.
+    rows = [on(0, "layers.0.n", 0.5), on(1, "layers.0.n", 0.0), on(2, "layers.0.n", 0.5), on(1, "layers.1.up", 0.5)]
+    (said,) = differing_data(to_frame([*rows, on(0, "layers.0.up", 0.0)]), 5.0)
+    assert said.startswith(
+        "The weights already differ: layers.*.n in layer 0 on ranks 0, 2 alone (rel_l2 0.5), layers.*.up in layer 1 "
+        "(rel_l2 0.5)."
+    )
