@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
-from graftlab.base.text import first_of, numbered
+from graftlab.base.text import first_of, listed, numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
@@ -152,7 +152,36 @@ def differing_data(
         if shown:
             ending = of_weights if kind == "param" else BELOW
             sentences.append(f"{BEGINNINGS[kind]}: {_listed(shown, settings.values)}. {ending}")
+            sentences += misplaced_weights(compared, threshold) if kind == "param" else []
     return sentences
+
+
+def misplaced_weights(compared: pd.DataFrame, threshold: float) -> list[str]:
+    """A sentence on weights in whose place the target has another weight of the baseline.
+
+    Two tensors are taken for one if their means and standard deviations agree to 9 digits, and their extremes are
+    equal. A tensor of one value says nothing.
+    """
+    rows = [row for row in records(data_rows(compared)) if _kind(row) == "param" and row["status"] in MEASURED]
+    of_baseline: dict[tuple[Any, ...], str] = {}
+    for row in rows:
+        if row["std_baseline"]:
+            of_baseline.setdefault(_traits(row, "baseline"), row["name"])
+    found: dict[str, None] = {}
+    for row in rows:
+        if row["std_target"] and _differs(row, threshold):
+            origin = of_baseline.get(_traits(row, "target"), row["name"])
+            if origin != row["name"]:
+                found[f"the target's {row['name']} is the baseline's {origin}"] = None
+    if not found:
+        return []
+    return [f"By their statistics, weights are in the wrong place: {listed([*found], most=_MOST_SHOWN)}."]
+
+
+def _traits(row: Mapping[str, Any], side: str) -> tuple[Any, ...]:
+    # The sums of a transposed tensor have another order.
+    mean, std = (float(f"{row[f'{name}_{side}']:.9g}") for name in ("mean", "std"))
+    return row["rank"], row["numel"], mean, std, row[f"min_{side}"], row[f"max_{side}"]
 
 
 def differing_weights(compared: pd.DataFrame, threshold: float) -> dict[str, str]:

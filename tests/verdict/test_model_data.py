@@ -168,3 +168,23 @@ def test_a_weight_that_differs_on_some_ranks_alone_is_reported_with_them() -> No
         "The weights already differ: layers.*.n in layer 0 on ranks 0, 2 alone (rel_l2 0.5), layers.*.up in layer 1 "
         "(rel_l2 0.5)."
     )
+
+
+def test_a_weight_that_is_another_of_the_baseline_is_reported_with_its_place() -> None:
+    def with_statistics(name: str, baseline: float, target: float, std: float = 1.0) -> Row:
+        made = row(1, name, "float32", 0.0 if baseline == target else 1.0, kind="param")
+        made = made._replace(mean_baseline=baseline, std_baseline=std, min_baseline=-2.0, max_baseline=2.0)
+        # Sums of the same numbers in another order.
+        return made._replace(mean_target=target * (1 + 1e-13), std_target=std, min_target=-2.0, max_target=2.0)
+
+    swapped = [with_statistics("gate", 0.1, 0.2), with_statistics("up", 0.2, 0.1)]
+    said = differing_data(to_frame([*swapped, with_statistics("down", 0.3, 0.3)]), 5.0)
+    assert said[1:] == [
+        "By their statistics, weights are in the wrong place: the target's gate is the baseline's up and the target's "
+        "up is the baseline's gate."
+    ]
+    # Changed, or of one value, as fresh norms are.
+    for other in ([with_statistics("gate", 0.1, 0.5)], [with_statistics("n1", 1.0, 0.0, 0.0), row(1, "n2", "float32")]):
+        assert len(differing_data(to_frame([*other, with_statistics("up", 0.2, 0.2)]), 5.0)) == 1
+    constant = [with_statistics("n1", 1.0, 0.0, 0.0), with_statistics("bias", 0.0, 0.0, 0.0)]
+    assert len(differing_data(to_frame(constant), 5.0)) == 1
