@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.tap_groups import kind_of, kind_of_group
 from graftlab.base.tensor_bytes import as_bytes, real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
@@ -34,6 +35,7 @@ from graftlab.ranks.held_call import (
     widen_call,
 )
 from graftlab.ranks.remote_functions import call_until_exception
+from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 
@@ -211,6 +213,11 @@ def judge_held_calls(
     pairs = session.plan.pairs
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     answer = answer_of(verdict.findings, trusted, results.compared)
+    # With several ranks a side, sums over them round differently in any case.
+    looked = verdict.findings.in_float32 is not None or len(baseline) + len(target) > 2
+    if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame, ())):
+        answer = "inconclusive"
+        remarks.append(single)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
         answer = "differ"
@@ -325,6 +332,12 @@ def judge_against_recording(
         session.edit(pairs=proposal)
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     answer = answer_of(verdict.findings, not remarks, False)
+    if answer == "agree" and (single := sentence_on_single_taps(verdict.frame, ())):
+        # A recording cannot run in float32, and its assumed floor is far above one rounding.
+        answer = "inconclusive"
+        remarks.append(single)
+    if answer != "agree":
+        remarks += _other_inputs(baseline.frame, session.frame)
     if sketched := baseline.sketched:
         remarks.append(
             f"{NOT_CHECKED}the single values of {first_of(sketched, 4)}: the recording has only sketches of them, "
@@ -462,6 +475,20 @@ def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescr
         f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
         "target, so they do different work: let both sides call their models with the same batch."
     ]
+
+
+def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
+    """A sentence if a recorded call has an input of a different shape than the target's call."""
+    own = rows[rows["side"] == "target"]
+    own = own[[kind_of(tags) == "input" for tags in own["tags"]]] if len(own) else own
+    shapes = {str(name): list(shape) for name, shape in zip(own["name"], own["shape"], strict=True)}
+    for name, shape in zip(recorded["name"], recorded["shape"], strict=True):
+        if shapes.get(name, list(shape)) != list(shape):
+            return [
+                f"The recorded call has {name} of shape {list(shape)}, and the target's call {shapes[name]}, so they "
+                "do different work: give the target the recorded inputs, or record these."
+            ]
+    return []
 
 
 def _in_one_order(rows: Tensor) -> Tensor:

@@ -439,7 +439,7 @@ class _Side:
                 equal.add(each.index)
             # An operation that takes a part of a value proves only that part: the rest may still differ.
             parts = _KnownShare()
-            is_whole = False
+            wholes: list[bool] = []
             for number in each.outputs:
                 own = has(number)
                 size = math.prod(self.trace.values[number].shape)
@@ -448,7 +448,7 @@ class _Side:
                     # A part of chosen indices may be right by chance.
                     own |= {*readers[each.index, number]} <= rescued and bool(readers[each.index, number])
                     parts.add(size, own)
-                    is_whole |= own
+                    wholes += [own] if number in used else []
                     continue
                 for index in readers[each.index, number]:
                     if (made := self._part_of(by_index[index], number)) is None:
@@ -457,8 +457,9 @@ class _Side:
                         taken.add(made, index in rescued)
                 own |= taken.are_most
                 parts.add(size, own)
-                is_whole |= own
-            if parts.are_most if each.only_arranges and len(each.outputs) > 1 else is_whole:
+                wholes += [own] if number in used else []
+            # What comes beside a result, such as a norm's statistics, may be right although the result is not.
+            if parts.are_most if each.only_arranges and len(each.outputs) > 1 else any(wholes[:1]):
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
 

@@ -86,7 +86,7 @@ class WrittenPart(NamedTuple):
 
 class Operation(NamedTuple):
     """One operation of torch. ``index`` counts from 0 in order of execution; ``inputs`` and ``outputs`` are numbers of
-    values; ``call`` is the operation with its arguments in words.
+    values, results before other tensors that it writes to; ``call`` is the operation with its arguments in words.
     """
 
     index: int  # type: ignore[assignment]  # hides the method of tuples
@@ -418,6 +418,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if index in self.passed and (kept := self._kept.get(self.passed[index])) is not None:
             result = _passing(result, written, kept)
         outputs: list[int] = []
+        changed: list[int] = []
         shared = begun.addresses
         parts: list[WrittenPart] = []
         if written:
@@ -426,7 +427,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._write(each, index)
             parts = [WrittenPart(before, self._number(whole), begin) for before, whole, begin in wholes]
             shared = [*shared, *map(_address, written)]
-            outputs += [self._number(each, _address(each), (index,)) for each in written]
+            changed = [self._number(each, _address(each), (index,)) for each in written]
             for each in [] if signature.is_collective else written:
                 # A part of a buffer may be written and then read only through the whole.
                 self.read(each)
@@ -436,7 +437,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if address not in shared:
                 self._begin_life(address, [index])
             number = self._number(each, address, (index,))
-            if number not in (*begun.inputs, *outputs) and self.values[number].sources not in ((), (index,)):
+            if number not in (*begun.inputs, *changed, *outputs) and self.values[number].sources not in ((), (index,)):
                 number = self._made_again(number, each, index)
             outputs.append(number)
         self.operations.append(
@@ -445,7 +446,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 signature.name,
                 begun.call,
                 begun.inputs,
-                tuple(dict.fromkeys(outputs)),
+                tuple(dict.fromkeys((*outputs, *changed))),
                 begun.stack,
                 signature.may_draw and _draws(signature, args, given),
                 begun.backward_of,

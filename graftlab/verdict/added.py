@@ -384,7 +384,9 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
         differed = rows["error_ratio"].to_numpy(dtype=float) > threshold
         known = np.isfinite(added) & np.isfinite(error)
         apart = np.subtract(added, error, out=np.zeros(len(error)), where=known)
-        changed = ~known | (np.abs(apart) > _SAME_ERROR * error)
+        # Numbers that only one side has finite are left out of both errors, and make both ratios infinite.
+        healed = np.isinf(rows["error_ratio"].to_numpy(dtype=float)) & np.isfinite(rows["ratio"].to_numpy(dtype=float))
+        changed = ~known | healed | (np.abs(apart) > _SAME_ERROR * error)
         last = int(np.flatnonzero(changed).max(initial=-1))
         groups = rows["group"].tolist()
         # The parts of a result come last, and nothing reads them.

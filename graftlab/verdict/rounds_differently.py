@@ -78,6 +78,29 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGro
     ``frame`` is :func:`.added.added_frame`'s. Groups that are already ``named``, and rows with different dtypes, which
     cannot be bit-equal, are left out.
     """
+    return _never_equal(frame, named, "group")
+
+
+def sentence_on_single_taps(frame: pd.DataFrame, named: Sequence[str]) -> str | None:
+    """A sentence on taps of low precision that are never bit-equal from equal inputs, where most others always are.
+
+    That is how a mistake in one layer alone shows, which :func:`rounds_differently` does not find. ``frame`` and
+    ``named`` are as there. None if there are no such taps.
+    """
+    found = _never_equal(frame, named, "name")
+    if not found.groups:
+        return None
+    several = len(found.groups) > 1
+    verb, compute = ("are", "they compute") if several else ("is", "it computes")
+    return (
+        f"{first_of(found.groups, _MOST_SHOWN)} {verb} not bit-equal from equal inputs, and the other {found.equal} "
+        f"taps of {' and '.join(found.dtypes)} are. So {compute} in a different order or precision, or with a mistake "
+        "within the floor; a run in float32 shows only the mistake."
+    )
+
+
+def _never_equal(frame: pd.DataFrame, named: Sequence[str], by: str) -> RoundingGroups:
+    """Find what is never bit-equal, among groups or single taps (``by`` their column), where most is always."""
     comparable = frame[frame["added"].notna() & frame["cast"].isna()]
     rows = comparable[comparable["dtype"].map(_is_coarse).astype(bool)]
     # What the model is given was not computed from equal inputs.
@@ -85,7 +108,7 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGro
     rows = rows[~(rows["group"].isin(list(named)) | given.astype(bool))]
     if not len(rows):
         return RoundingGroups()
-    differs = (rows["added"] > 0).groupby(rows["group"], sort=False)
+    differs = (rows["added"] > 0).groupby(rows[by], sort=False)
     always, never = differs.all(), ~differs.any()
     groups, equal = [str(g) for g in always.index[always]], int(never.sum())
     if not groups or equal <= len(groups) or 2 * equal < len(always):

@@ -407,9 +407,11 @@ class UnexplainedDifferences:
         if self.returned is not None and self.returned.compared:
             return []
         alone = []
-        measured = set(self.compared.loc[self.compared["status"].isin(MEASURED), "name"])
-        if last_of_baseline is not None and last_of_baseline not in measured:
+        measured = self.compared[self.compared["status"].isin(MEASURED)]
+        if last_of_baseline is not None and last_of_baseline not in set(measured["name"]):
             alone.append(f"the baseline's last tap, {last_of_baseline},")
+        elif other_number := self._last_calls_alone(last_of_baseline or self._last):
+            return [other_number]
         if (last := self._last_of_target()) is not None:
             alone.append(f"the target's last tap, {last},")
         if not alone or self._last is None:
@@ -419,6 +421,18 @@ class UnexplainedDifferences:
             f"The output was not compared: {' and '.join(alone)} {has} no partner. The last tap that was compared is "
             f"{self._last}. Return the output from both functions, or pair it (session.edit(pairs=...))."
         ]
+
+    def _last_calls_alone(self, last: str | None) -> str | None:
+        """A sentence if this tap is compared, but one side's last calls of it have no partner."""
+        rows = self.compared[self.compared["name"] == last].sort_values(["step", "order"], kind="stable")
+        for more, fewer, status in (("baseline", "target", "unmatched"), ("target", "baseline", "missing")):
+            alone = rows["side"].eq(more) & rows["status"].eq(status)
+            if len(rows) and alone.iloc[-1]:
+                return (
+                    f"The {fewer} makes fewer calls: {int(alone.sum())} of the {more}'s {len(rows)} calls of {last} "
+                    "lack a partner, the last included, so the target is not cleared."
+                )
+        return None
 
     def _last_of_target(self) -> str | None:
         """The last tap of the target's forward pass, if it has no partner."""

@@ -23,6 +23,7 @@ from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
 HALF = torch.ones(4, 3, dtype=torch.bfloat16)
+NO_ROWS = pd.DataFrame({"name": [], "side": [], "tags": [], "shape": []})
 
 
 def held(out: torch.Tensor = ONES, **parts: Any) -> CallDescription:
@@ -324,7 +325,8 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
 def test_a_recording_is_matched_and_its_sketches_are_named(
     taps: tuple[str, ...], match: bool | None, is_matched: bool
 ) -> None:
-    session, recording = Mock(), Mock(frame=pd.DataFrame({"name": ["a", "b"]}), sketched=["s", "t"])
+    session = Mock(frame=NO_ROWS)
+    recording = Mock(frame=pd.DataFrame({"name": ["a", "b"], "shape": [(2,)] * 2}), sketched=["s", "t"])
     session.verdict.return_value = Verdict(found("a", "output"), 3)
     target = held(taps=taps, others={"Head": 2})
     choice = JudgingChoice(match, output="o", floor=0.1, threshold=7.0)
@@ -339,3 +341,39 @@ def test_a_recording_is_matched_and_its_sketches_are_named(
     again = judge_against_recording(session, recording, [replace(target, not_repeated=("x",))], choice)
     assert again.answer == "inconclusive"
     assert again.remarks[0].startswith("The target's call of Net cannot be replayed")
+
+
+def single_tap_apart() -> Findings:
+    """Findings of bfloat16 in which one layer of three is not bit-equal."""
+    findings = found("l.*.o", "l.*.o", "l.*.o", "output", dtype="bfloat16", added=0.0)
+    findings.frame["name"], findings.frame["added"] = ["l.0.o", "l.1.o", "l.2.o", "output"], [0.0, 1e-3, 0.0, 0.0]
+    return findings
+
+
+def test_a_single_tap_that_is_not_bit_equal_is_not_cleared_without_a_look_in_float32() -> None:
+    session = Mock(frame=NO_ROWS)
+    recording = Mock(frame=pd.DataFrame({"name": ["a", "b"], "shape": [(2,)] * 2}), sketched=[])
+    session.verdict.return_value = Verdict(single_tap_apart(), 3)
+    comparison = judge_against_recording(session, recording, [held()], JudgingChoice())
+    assert comparison.answer == "inconclusive"
+    assert comparison.remarks[0].startswith("l.1.o is not bit-equal from equal inputs, and the other 3 taps of bfloat1")
+    answer, remarks = judged(held(HALF), held(HALF), single_tap_apart())
+    assert (answer, remarks[0].partition(" ")[0]) == ("inconclusive", "l.1.o")
+    wide = Verdict(found("l.*.o", "output"), 2)
+    assert judged(held(HALF), held(HALF), single_tap_apart(), wide=wide) == ("agree", [])
+    # Sums over ranks round differently in any case.
+    assert judged(held(HALF), [held(HALF), held(HALF)], single_tap_apart())[0] == "agree"
+
+
+def test_inputs_of_another_shape_than_the_recorded_ones_come_first() -> None:
+    recorded = pd.DataFrame({"name": ["input.t", "output"], "shape": [(2, 7), (2, 7, 3)]})
+    session, recording = Mock(), Mock(frame=recorded.assign(name=["input.t", "b"]), sketched=[])
+    session.frame = pd.DataFrame(
+        {"name": ["input.t"], "side": ["target"], "tags": [{"name": "input.t", "kind": "input"}], "shape": [[2, 9]]}
+    )
+    session.verdict.return_value = Verdict(found("a", ratio=float("nan")), 3)
+    comparison = judge_against_recording(session, recording, [held(taps=("input.t", "b"))], JudgingChoice())
+    assert comparison.answer == "inconclusive"
+    assert comparison.remarks[0].startswith(
+        "The recorded call has input.t of shape [2, 7], and the target's call [2, 9]"
+    )

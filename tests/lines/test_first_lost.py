@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -447,6 +448,30 @@ def test_a_first_step_that_agrees_by_chance_does_not_clear_its_operands() -> Non
     # b and c are exchangeable where nothing was carried over yet.
     found = compared(scan(False), scan(True), *(each[0] for each in (Q, K, V)))
     assert sources(found.target)[0] == "driven = u * (c if swapped else b)"
+
+
+def normed(training: bool, eps: float = 1e-5, rectifies: bool = True) -> Callable[[Tensor], Tensor]:
+    """Two convolutions, the first with a batch norm whose running statistics are like those that both sides have."""
+    mean, variance, weight = drawn(4, seed=5), drawn(4, seed=6).abs() + 0.5, drawn(4, 4, 3, 3, seed=7)
+
+    def run(x: Tensor) -> Tensor:
+        hidden = F.relu(x) if rectifies else x
+        hidden = F.conv2d(hidden, weight)
+        hidden = F.batch_norm(hidden, mean.clone(), variance.clone(), training=training, eps=eps)
+        return F.conv2d(hidden.tanh(), weight)
+
+    return run
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_running_statistics_that_agree_do_not_clear_the_norm_that_writes_them(training: bool) -> None:
+    image = drawn(3, 4, 7, 7, seed=8)
+    found = compared(normed(training), normed(training, eps=0.3), image)
+    line = "hidden = F.batch_norm(hidden, mean.clone(), variance.clone(), training=training, eps=eps)"
+    assert sources(found.target)[0] == sources(found.baseline)[0] == line
+    found = compared(normed(training), normed(training, rectifies=False), image)
+    assert sources(found.target)[0] == "hidden = F.conv2d(hidden, weight)"
+    assert sources(found.baseline)[0] == "hidden = F.relu(x) if rectifies else x"
 
 
 def routed(dim: int) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
+from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, sentence_on_single_taps
 
 EQUAL, OFF = [0.0, 0.0], [1e-3, 2e-3]
 
@@ -45,6 +45,19 @@ def test_no_group_is_reported_without_a_clear_majority_that_is_equal(groups: dic
 def test_half_of_the_groups_equal_and_more_than_those_that_differ_is_enough() -> None:
     groups: Any = {"x": OFF, "a": EQUAL, "b": EQUAL, **{f"s{n}": [0.0, 1e-3] for n in range(1)}}
     assert rounds_differently(frame_of(groups), []).groups == ("x",)
+
+
+def test_a_single_layer_that_is_never_bit_equal_is_named_by_its_tap() -> None:
+    layers = {f"l.{n}.{name}": OFF if (n, name) == (1, "o") else EQUAL for n in range(3) for name in ("q", "o")}
+    frame = frame_of(layers)  # type: ignore[arg-type]
+    frame["name"], frame["group"] = frame["group"], frame["group"].str.replace(r"\.\d\.", ".*.", regex=True)
+    assert rounds_differently(frame, []).groups == ()
+    said = sentence_on_single_taps(frame, [])
+    assert said is not None
+    assert said.startswith("l.1.o is not bit-equal from equal inputs, and the other 5 taps of bfloat16 are. So it comp")
+    assert sentence_on_single_taps(frame, ["l.*.o"]) is None
+    assert sentence_on_single_taps(frame.assign(dtype="float32"), []) is None
+    assert sentence_on_single_taps(frame.assign(added=0.0), []) is None
 
 
 def test_rows_that_cannot_be_bit_equal_are_left_out() -> None:

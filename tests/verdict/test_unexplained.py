@@ -307,6 +307,17 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
 
 
+@pytest.mark.parametrize(
+    ("fewer", "more", "status"), [("target", "baseline", "unmatched"), ("baseline", "target", "missing")]
+)
+def test_a_last_call_of_one_side_alone_clears_nothing(fewer: str, more: str, status: str) -> None:
+    alone = tap("out", 3, None, status=status, side=more)
+    (said,) = unexplained(tap("out", 1), tap("out", 2), alone).without_partner(None)
+    assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lack a partner, the last")
+    # An earlier call without a partner is not the output.
+    assert unexplained(tap("out", 1), tap("out", 4), alone).without_partner("out") == []
+
+
 def test_the_last_tap_of_the_target_is_that_of_its_last_step() -> None:
     alone = tap("out", 1, None, step=1, status="unmatched")
     assert unexplained(alone, tap("x", 2), tap("x", 9)).without_partner("x")

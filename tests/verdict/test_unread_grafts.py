@@ -50,6 +50,16 @@ def test_a_graft_that_changes_no_later_error_did_not_reach_the_model(
         assert unread_grafts(pd.concat([made, frame(*taps, rank=1)]), 5.0) == groups
 
 
+def test_a_graft_after_which_all_numbers_are_finite_reached_the_model() -> None:
+    # Numbers that are finite on one side alone are in no error, and above any floor.
+    made = frame(("l.0.o", 0, 0), ("l.0.up", 0, 0), ("l.1.o", 0, 0), ("out", 0, 0))
+    made["error_ratio"] = math.inf
+    made["ratio"] = [math.inf, 0.0, math.inf, 0.0]
+    assert unread_grafts(made, 5.0) == []
+    made["ratio"] = math.inf
+    assert unread_grafts(made, 5.0) == ["l.*.o", "l.*.up"]
+
+
 def test_gradients_are_left_out_of_unread_grafts() -> None:
     made = frame(("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2))
     made["group"] += "@grad"
