@@ -220,12 +220,15 @@ def _sum_of_ranks(
     for what, divisor in (("sum", 1), ("average", len(target))):
         fits = []
         for name, limit in limits.items():
-            expected = baseline.gradients.get(name)
-            parts = [each.gradients.get(paired[name]) for each in target]
-            found = [part.values for part in parts if part is not None and expected and part.shape == expected.shape]
+            # Each rank clips by a factor of its own, so the parts are those of before. What is reduced after the
+            # backward passes is equal when the optimizer reads it.
+            expected, own = _accumulated(baseline, name), paired[name]
+            parts = [part for each in target if own in each.gradients and (part := _accumulated(each, own))]
+            found = [part.values for part in parts if expected is not None and part.shape == expected.shape]
             if expected is None or len(found) < len(target):
                 continue
-            apart = any(_distance(found[0], each) > limit for each in found[1:])
+            first, *others = [each.gradients[own].values for each in target]
+            apart = any(_distance(first, each) > limit for each in others)
             fits.append(apart and _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit)
         if fits and all(fits):
             ranks = spans(range(len(target)))

@@ -188,10 +188,15 @@ def test_a_fused_step_that_unscales_by_itself_shows_unscaled_gradients() -> None
 # ---- gradients of several ranks -------------------------------------------------------------------------------------
 
 
-def description(gradients: dict[str, torch.Tensor]) -> UpdateDescription:
-    samples = {name: TensorSample.of(gradient) for name, gradient in gradients.items()}
+def description(
+    gradients: dict[str, torch.Tensor], accumulated: dict[str, torch.Tensor] | None = None
+) -> UpdateDescription:
+    samples, before = (
+        {name: TensorSample.of(gradient) for name, gradient in each.items()}
+        for each in (gradients, gradients if accumulated is None else accumulated)
+    )
     dtypes = dict.fromkeys(gradients, "float32")
-    return UpdateDescription("SGD", 1, 1, {}, samples, samples, {}, {}, dtypes, (), (), False)
+    return UpdateDescription("SGD", 1, 1, {}, samples, before, {}, {}, dtypes, (), (), False)
 
 
 def row(name: str, rank: int, baseline: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
@@ -218,6 +223,19 @@ def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: flo
         f"The target's ranks 0-1 {what} to the baseline's gradient of w, and each has only its part: a reduction over "
         "the ranks is missing."
     )
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_ranks_that_clip_their_parts_lack_a_reduction_unless_it_follows_the_backward(is_reduced: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, generator=draw) for _ in range(2)]
+    whole = (parts[0] + parts[1]) / 2
+    # By their own norms; or summed by the script, where the baseline has the average.
+    read = [parts[0] + parts[1]] * 2 if is_reduced else [0.3 * parts[0], 0.2 * parts[1]]
+    rows = [row("w", rank, 0.5 * whole, each) for rank, each in enumerate(read)]
+    ranks = [description({"w": each}, {"w": part}) for each, part in zip(read, parts, strict=True)]
+    found = judge_gradients(rows, [description({"w": 0.5 * whole}, {"w": whole})], ranks, {})
+    assert ("a reduction over the ranks is missing" in found.sentences[0]) == (not is_reduced)
 
 
 def test_equal_halves_on_all_ranks_are_not_a_missing_reduction() -> None:
