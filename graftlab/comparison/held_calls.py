@@ -331,7 +331,8 @@ def judge_against_recording(
         proposal = session.match(baseline, repeat_call)
         session.edit(pairs=proposal)
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
-    answer = answer_of(verdict.findings, not remarks, False)
+    # A named output was compared, or there would be no verdict.
+    answer = answer_of(verdict.findings, not remarks, choice.output is not None)
     if answer == "agree" and (single := sentence_on_single_taps(verdict.frame, ())):
         # A recording cannot run in float32, and its assumed floor is far above one rounding.
         answer = "inconclusive"

@@ -497,7 +497,8 @@ class Judgement:
             evidence.floors.returned_not_repeated,
         )
         # A user who names the output has chosen what counts.
-        states_lost = naming.clears and self._runs.request.output is None
+        chosen = self._runs.request.output
+        states_lost = naming.clears and chosen is None
         naming.unseen += differences.not_compared(with_lost=not states_lost)
         unexplained = differences.after_last_tap(all_grafted=not (evidence.grafted["status"] == "failed").any())
         written = differences.written() + differences.lost_gradients()
@@ -517,7 +518,7 @@ class Judgement:
                 )
                 if again is not None:
                     unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
-            without_output = differences.without_partner(evidence.floors.last_tap()) + differences.turned()
+            without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
             if has_taps and not unexplained:
                 without_output += differences.whole_numbers_alone()
             if self._runs.raised is not None:

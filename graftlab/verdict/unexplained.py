@@ -402,10 +402,16 @@ class UnexplainedDifferences:
             "it keeps between calls."
         ]
 
-    def without_partner(self, last_of_baseline: str | None) -> list[str]:
-        """A sentence if the output was not compared: a side's last tap has no partner, and no value is returned."""
+    def without_partner(self, last_of_baseline: str | None, chosen: str | None = None) -> list[str]:
+        """A sentence if the output was not compared: a side's last tap has no partner, and no value is returned.
+
+        ``chosen`` is the tap that the user named as the output.
+        """
         if self.returned is not None and self.returned.compared:
             return []
+        if chosen is not None:
+            other_number = self._last_calls_alone(chosen)
+            return [] if other_number is None else [other_number]
         alone = []
         measured = self.compared[self.compared["status"].isin(MEASURED)]
         if last_of_baseline is not None and last_of_baseline not in set(measured["name"]):
@@ -419,7 +425,8 @@ class UnexplainedDifferences:
         has = "has" if len(alone) == 1 else "have"
         return [
             f"The output was not compared: {' and '.join(alone)} {has} no partner. The last tap that was compared is "
-            f"{self._last}. Return the output from both functions, or pair it (session.edit(pairs=...))."
+            f"{self._last}. Return the output from both functions, pair it (session.edit(pairs=...)), or name the tap "
+            "that counts (output=, or --output)."
         ]
 
     def _last_calls_alone(self, last: str | None) -> str | None:

@@ -343,6 +343,17 @@ def test_a_recording_is_matched_and_its_sketches_are_named(
     assert again.remarks[0].startswith("The target's call of Net cannot be replayed")
 
 
+@pytest.mark.parametrize(("output", "answer"), [("head", "agree"), (None, "inconclusive")])
+def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_name(
+    output: str | None, answer: str
+) -> None:
+    session = Mock(frame=NO_ROWS)
+    recording = Mock(frame=pd.DataFrame({"name": ["a", "head"], "shape": [(2,)] * 2}), sketched=[])
+    session.verdict.return_value = Verdict(found("a", "head"), 1)
+    choice = JudgingChoice(output=output)
+    assert judge_against_recording(session, recording, [held(taps=("a", "head"))], choice).answer == answer
+
+
 def single_tap_apart() -> Findings:
     """Findings of bfloat16 in which one layer of three is not bit-equal."""
     findings = found("l.*.o", "l.*.o", "l.*.o", "output", dtype="bfloat16", added=0.0)

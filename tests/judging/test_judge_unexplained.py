@@ -142,8 +142,8 @@ def test_an_output_without_a_partner_is_the_first_sentence(session: gl.Session) 
     verdict = session.verdict(head_under_another_name, head_under_another_name, args=(False,))
     assert first_line(verdict) == (
         "The output was not compared: the baseline's last tap, lm_head, and the target's last tap, head, have no "
-        "partner. The last tap that was compared is h. Return the output from both functions, or pair it "
-        "(session.edit(pairs=...))."
+        "partner. The last tap that was compared is h. Return the output from both functions, pair it "
+        "(session.edit(pairs=...)), or name the tap that counts (output=, or --output)."
     )
     returned = session.verdict(head_under_another_name, head_under_another_name, args=(True,))
     assert first_line(returned).startswith("Something after the last tap, h, is computed differently: ")

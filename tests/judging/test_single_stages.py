@@ -49,8 +49,8 @@ class Differences:
     def only_sometimes(self, again: object, returned: object, count: int) -> list[str]:
         return [f"only sometimes: {again}, {returned}, {count}"]
 
-    def without_partner(self, last: object) -> list[str]:
-        return [f"without partner: {last}"]
+    def without_partner(self, last: object, chosen: object) -> list[str]:
+        return [f"without partner: {last}" + (f", chosen: {chosen}" if chosen else "")]
 
     def __getattr__(self, name: str) -> Any:
         return lambda: [name]
@@ -91,7 +91,7 @@ def test_where_nothing_is_named_every_difference_is_reported(
     assert made.naming.unseen == ["not compared, with lost: False"]
     # A user who names the output has chosen what counts.
     made.runs.request.output = "logits"
-    assert unexplained()[1] == ["without partner: last", "turned"]
+    assert unexplained()[1] == ["without partner: last, chosen: logits", "turned"]
     assert made.naming.unseen == ["not compared, with lost: True"]
     made.asked.clear()
     # A target that differs from itself needs no other run to show it.

@@ -303,6 +303,8 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     assert unexplained(*rows, returned=returned(("", 0.0, PAIR))).without_partner("logits") == []
     assert unexplained(*rows, returned=returned(("", math.nan, PAIR))).without_partner("x") != []
     assert unexplained(tap("x", 1)).without_partner("x") == []
+    # The user has named another tap as the output.
+    assert unexplained(*rows).without_partner("logits", "x") == []
     # A later tap of the target has a partner.
     assert unexplained(tap("out", 1, None, status="missing"), tap("x", 2)).without_partner("x") == []
 
@@ -314,6 +316,7 @@ def test_a_last_call_of_one_side_alone_clears_nothing(fewer: str, more: str, sta
     alone = tap("out", 3, None, status=status, side=more)
     (said,) = unexplained(tap("out", 1), tap("out", 2), alone).without_partner(None)
     assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lack a partner, the last")
+    assert len(unexplained(tap("out", 1), tap("y", 2), alone).without_partner("y", "out")) == 1
     # An earlier call without a partner is not the output.
     assert unexplained(tap("out", 1), tap("out", 4), alone).without_partner("out") == []
 
