@@ -51,6 +51,7 @@ from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import SessionError
 from graftlab.jobs.held_script import leave, uncompared_calls
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
+from graftlab.judging.unmeasured import BEGIN_INPUT
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
@@ -542,6 +543,11 @@ class _HeldInTurn:
             return (
                 f"Before call {number} the weights differ, so the difference arises after the last call: in "
                 "the loss, the update, or code that writes weights."
+            )
+        if number > 1 and any(line.startswith(BEGIN_INPUT) for line in compared.findings.not_grafted):
+            return (
+                f"Before call {number}, of {self._models[-1]}, its inputs have different shapes: one side has made a "
+                "call more before it, or the scripts' own code between the calls differs."
             )
         if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
             before = "no call before it is known to differ" if self._undecided else "the calls before it agree"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, place_in_blame
+from graftlab.base.tap_groups import described, group_of, kind_of_group, place_in_blame
 from graftlab.base.text import first_of
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.swaps import OutputTap, Swaps
@@ -58,6 +58,10 @@ def not_in_twin(selves: Sequence[SelfGraft], has_twin: bool) -> list[str]:
     return [f"{first_of(left, 4)} with exact=, which does not reach them; their floor is the same as without it."]
 
 
+BEGIN_INPUT = "The input "
+"""The beginning of a sentence on an input that could not be grafted."""
+
+
 def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
     """A sentence on taps before a named one that could not be grafted: later taps inherit a difference there."""
     over = frame.loc[frame["ratio"] > threshold, "order"]
@@ -65,14 +69,16 @@ def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) ->
     if not len(failed):
         return []
     groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))
-    first, *others = groups
+    first = groups[0]
+    names = [each.removesuffix("@input") for each in groups]
     inherited = "later taps may have inherited their named error from there"
     shapes = unfit_shapes(str(failed.iloc[0]["error"]))
     if shapes is None:
-        return [f"{NOT_CHECKED}{first_of(groups)}, where nothing could be grafted: {inherited}."]
-    also = f", and at {first_of(others)}" if others else ""
+        return [f"{NOT_CHECKED}{first_of(names)}, where nothing could be grafted: {inherited}."]
+    also = f", and at {first_of(names[1:])}" if names[1:] else ""
+    name = BEGIN_INPUT + names[0] if kind_of_group(first) == "input" else described(first)
     return [
-        f"{first} has the shape {shapes[1]} on the baseline and {shapes[0]} on the target. Nothing could be grafted "
+        f"{name} has the shape {shapes[1]} on the baseline and {shapes[0]} on the target. Nothing could be grafted "
         f"there{also}, so {inherited}."
     ]
 

@@ -484,7 +484,7 @@ class _Side:
             # which are data, count.
             is_known = (follows[each.index] or each.index in drawn) and any(
                 self.says(number) and self.elsewhere.find(self.trace.fingerprints[number])[0] >= level
-                for number in each.outputs
+                for number in (each.outputs if each.only_arranges else each.outputs[:1])
             )
             if is_known or (readers[each.index] and all(index in excused for index in readers[each.index])):
                 excused.add(each.index)

@@ -152,6 +152,12 @@ def test_where_something_differs_it_is_said_in_which_call_or_update(turns: Any) 
     assert said(["Net"], 1, 0) == "1 call of Net agrees. In update 1 of the weights:"
     # A call after an update that agrees.
     assert said(["Net"], 1, 1) == "1 update of the weights agrees. In call 1, of Net:"
+    resized = "The input input.x has the shape [2] on the baseline and [3] on the target."
+    assert said(["Net", "Net"], not_grafted=[resized]).endswith(
+        "Before call 2, of Net, its inputs have different shapes: one side has made a call more before it, or the "
+        "scripts' own code between the calls differs."
+    )
+    assert said(["Net", "Net"], not_grafted=["a has the shape"]).endswith("In call 2, of Net:")
     inputs = pd.DataFrame({"group": ["input.x@input"], "label": ["culprit"]})
     of_inputs: dict[str, Any] = {"frame": inputs, "inputs": ["input.x@input"]}
     assert said(["Embed", "Net"], **of_inputs) == (

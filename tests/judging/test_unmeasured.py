@@ -80,6 +80,8 @@ def test_shapes_that_do_not_fit_are_named_where_nothing_could_be_grafted() -> No
     start = "a has the shape [2, 4] on the baseline and [2, 3] on the target. Nothing could be grafted there"
     assert not_grafted(frame_of(rows[0]), judged, 9.0)[0].startswith(f"{start}, so later taps may have inherited")
     assert not_grafted(frame_of(*rows), judged, 9.0)[0].startswith(f"{start}, and at b, so later taps may have")
+    given = row("input.kv[0]", 1, status="failed", error=unfit, own={"kind": "input"})
+    assert not_grafted(frame_of(given), judged, 9.0)[0].startswith("The input input.kv[0] has the shape [2, 4] on the")
 
 
 def judged(**changes: Any) -> pd.DataFrame:
