@@ -411,7 +411,7 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     named = {*findings.named} - {*findings.rounding.groups}
     if named or findings.unexplained or findings.data or findings.following:
         return "differ"
-    if findings.raised or findings.inconclusive or (findings.rounding.groups and findings.in_float32 is None):
+    if findings.raised or findings.inconclusive or findings.rounding.is_doubtful(findings.in_float32):
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned

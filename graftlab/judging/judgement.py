@@ -79,7 +79,7 @@ from graftlab.verdict.outdated_pairs import (
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently
+from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     ReturnedValues,
@@ -609,6 +609,8 @@ class Judgement:
     def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
         found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        if naming.clears:
+            found = replace(found, stands_out=taps_that_stand_out(naming.frame))
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
@@ -620,7 +622,7 @@ class Judgement:
             return found
         found = found.with_effect(output.name, *measured)
         # In any tensor parallel target sums over ranks round differently, which explains little.
-        return found if found.explains_output else RoundingGroups()
+        return found if found.explains_output else RoundingGroups(stands_out=found.stands_out)
 
 
 def _only_before(evidence: Evidence, frame: pd.DataFrame) -> dict[str, str]:

@@ -376,6 +376,15 @@ def test_a_single_tap_that_is_not_bit_equal_is_not_cleared_without_a_look_in_flo
     assert judged(held(HALF), [held(HALF), held(HALF)], single_tap_apart())[0] == "agree"
 
 
+def test_a_tap_that_stands_out_is_not_cleared_without_a_look_in_float32() -> None:
+    doubtful = replace(
+        found("o", "output", dtype="bfloat16", added=1e-2), rounding=RoundingGroups(stands_out="o adds far more.")
+    )
+    assert judged(held(HALF), held(HALF), doubtful)[0] == "inconclusive"
+    wide = Verdict(found("o", "output"), 2)
+    assert judged(held(HALF), held(HALF), doubtful, wide=wide)[0] == "agree"
+
+
 def test_inputs_of_another_shape_than_the_recorded_ones_come_first() -> None:
     recorded = pd.DataFrame({"name": ["input.t", "output"], "shape": [(2, 7), (2, 7, 3)]})
     session, recording = Mock(), Mock(frame=recorded.assign(name=["input.t", "b"]), sketched=[])

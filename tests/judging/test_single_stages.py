@@ -286,6 +286,12 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     )
     assert rounding() == found
     assert len(swapped.asked) == 2
+    # What stands out is a doubt where nothing is named, also beside sums over ranks.
+    monkeypatch.setattr(judgement, "taps_that_stand_out", lambda frame: "x adds far more.")
+    assert rounding().stands_out == "x adds far more."
+    assert rounding(named=("a",)).stands_out == ""
+    swapped.evidence = replace(swapped.evidence, outputs=[OUTPUT])
+    assert rounding((0.3, 0.4)).stands_out == "x adds far more."
 
 
 # ---- what is named ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, sentence_on_single_taps
+from graftlab.verdict.rounds_differently import (
+    RoundingGroups,
+    rounds_differently,
+    sentence_on_single_taps,
+    taps_that_stand_out,
+)
 
 EQUAL, OFF = [0.0, 0.0], [1e-3, 2e-3]
 
@@ -95,3 +100,37 @@ def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
     assert restored.explains_output
     assert one.with_effect("y", 0.005, 0.01).explains_output
     assert not one.with_effect("y", 0.006, 0.01).explains_output
+
+
+def test_a_tap_that_adds_far_more_than_others_of_its_dtype_stands_out() -> None:
+    usual = [0.0017, 0.0025, 0.0032, 0.0061]
+    layers: Any = {f"l.{n}.{name}": [added] for n in range(2) for name, added in zip("abcd", usual, strict=True)}
+    assert taps_that_stand_out(named(layers)) == ""
+    one = {**layers, "l.1.b": [0.03]}
+    assert taps_that_stand_out(named(one)) == (
+        "l.1.b adds far more than other taps of bfloat16 (0.03, their median is 0.0032), which rounding hardly "
+        "explains. A run in float32 shows whether it is a mistake."
+    )
+    said = taps_that_stand_out(named({**one, "l.0.b": [0.02], "x@grad": [0.5]}))
+    assert said.startswith("l.0.b, l.1.b add far more than other taps of bfloat16 (up to 0.03, their median is 0.0047)")
+    # One rounding of bfloat16 is 0.0039: too little, whatever the others add.
+    assert taps_that_stand_out(named({**{name: [0.0] for name in layers}, "l.1.b": [0.0095]})) == ""
+    # Of few taps the median says nothing, and float32 has a measured floor.
+    assert taps_that_stand_out(named({name: one[name] for name in list(one)[1:]})) == ""
+    assert taps_that_stand_out(named(one).assign(dtype="float32")) == ""
+
+
+def named(groups: dict[str, list[float | None]]) -> pd.DataFrame:
+    frame = frame_of(groups, cast="float32 -> bfloat16")
+    return frame.assign(name=frame["group"])
+
+
+def test_what_stands_out_is_first_until_runs_in_float32_clear_it() -> None:
+    found = RoundingGroups(("o",), 4, ("bfloat16",), stands_out="x adds far more.")
+    assert found.sentences()[0] == "x adds far more."
+    assert len(found.sentences(0.2)) == 1
+    assert found.sentences(0.2)[0].startswith("o rounds differently")
+    alone = RoundingGroups(stands_out="x adds far more.")
+    assert (alone.sentences(), alone.sentences(0.2)) == (["x adds far more."], [])
+    assert (alone.is_doubtful(None), alone.is_doubtful(0.2)) == (True, False)
+    assert not RoundingGroups().is_doubtful(None)
