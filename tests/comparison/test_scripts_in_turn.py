@@ -62,6 +62,7 @@ class Scripts:
     def __init__(self, folder: Path, baseline: Iterable[object], target: Iterable[object]) -> None:
         self.folder = folder
         self.plan = SimpleNamespace(pairs=())
+        self.edit = lambda **changes: None
         self.ranks = [SimpleNamespace(alive=True), SimpleNamespace(alive=True)]
         self.now = 0.0
         self.asked: list[str] = []
@@ -118,14 +119,15 @@ class Compared:
         self.folder, self.choice = folder, choice
         self.judged: list[str] = []
         # By unit, such as "call 2".
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Answer | Comparison] = {}
         self.seconds = 0.0
+        self.session_type = Scripts
         self.started: Any = None
         self.scripts: Scripts
 
     def judge(self, baseline: Iterable[object], target: Iterable[object] | None = None) -> Comparison:
         ours, theirs = itertools.tee(baseline) if target is None else (baseline, target)
-        self.scripts = Scripts(self.folder, ours, theirs)
+        self.scripts = self.session_type(self.folder, ours, theirs)
         self.turns = _HeldInTurn(self.scripts, self.choice, self.started)  # type: ignore[arg-type]
         return self.turns.judge()
 
@@ -133,7 +135,8 @@ class Compared:
         assert kind == "update" or all(each.taps for each in (*baseline, *target))
         self.judged.append(f"{kind} {baseline[0].number}")
         self.scripts.now += self.seconds
-        return compared(self.answers.get(self.judged[-1], "agree"))
+        answer = self.answers.get(self.judged[-1], "agree")
+        return answer if isinstance(answer, Comparison) else compared(answer)
 
 
 @pytest.fixture
@@ -260,11 +263,56 @@ def test_calls_in_other_processes_of_a_side_are_named_as_not_checked(
     ]
 
 
+def test_a_later_call_is_looked_at_where_scripts_could_be_started_again_and_were_not(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    found = of_scripts(calls=2)
+    found.started, found.seconds = SimpleNamespace(starts=0), 100.0
+    assert found.judge(calls(3)).remarks == ("2 calls of Net agree, and so do the results of the next 1 call.",)
+
+
+@pytest.mark.parametrize(("ties", "answer"), [((True, True), "agree"), ((True, False), "differ")])
+def test_tokens_that_differ_clear_a_call_only_if_each_of_them_is_a_tie(
+    ties: tuple[bool, ...], answer: Answer, monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    tokens = [SimpleNamespace(is_tie=is_tie) for is_tie in ties]
+    monkeypatch.setattr(_HeldInTurn, "_chosen_tokens", lambda turns, compared: tokens)
+    monkeypatch.setattr(scripts, "sentence_on", lambda found, number, model: f"Tokens of call {number}, of {model}.")
+    found = of_scripts()
+    found.answers = {"call 3": "differ"}
+    result = found.judge([call(1, model="Embed"), call(2), call(3)])
+    assert result.answer == answer
+    said = "1 call of Embed and 1 call of Net agree. Tokens of call 3, of Net."
+    assert result.remarks == ((said, scripts._AFTER_A_TIE) if answer == "agree" else (said,))
+
+
+def test_calls_before_differing_inputs_are_not_said_to_agree_if_one_was_undecided(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    frame = pd.DataFrame({"group": ["x@input"], "label": ["culprit"], "name": ["x"], "tags": [{}], "error": [1.0]})
+    found = of_scripts()
+    found.answers = {"call 1": "inconclusive", "call 3": compared("differ", frame=frame, inputs=["x@input"])}
+    (said,) = found.judge(calls(3)).remarks
+    assert "Before call 3, of Net, its inputs differ, and no call before it is known to differ:" in said
+
+
+@pytest.mark.parametrize("kind", ["call", "update"])
+def test_what_a_verdict_shows_not_to_repeat_is_refused_without_a_start_again(
+    kind: str, of_scripts: Callable[..., Compared]
+) -> None:
+    found = of_scripts(restart=False)
+    found.answers = {f"{kind} 1": compared("inconclusive", not_repeated=["fc"])}
+    result = found.judge([trained(1), update(1), trained(2), update(2)])
+    assert result.answer == "inconclusive"
+    assert any(each.endswith("--no-restart refuses that.") for each in result.remarks)
+    assert found.judged[-1] == f"{kind} 1"
+
+
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
 
-def trained(number: int, result: torch.Tensor | None = None) -> CallDescription:
-    return call(number, result, needs_backward=True)
+def trained(number: int, result: torch.Tensor | None = None, **more: Any) -> CallDescription:
+    return call(number, result, needs_backward=True, **more)
 
 
 def test_the_update_after_a_judged_call_is_judged_and_the_calls_between_are_passed(
@@ -302,6 +350,39 @@ def test_an_update_that_never_comes_is_awaited_for_64_calls(
     assert begun == [[]]
     of_scripts(calls=1).judge([trained(1), update(1)])
     assert len(begun) == 1
+
+
+def test_one_update_is_enough_after_calls_that_accumulate_gradients(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    monkeypatch.setattr(scripts, "take_baseline_weights", lambda session: None)
+    found = of_scripts(calls=2, training=True)
+    agree = found.judge([trained(1), trained(2), update(1), trained(3), update(2)])
+    assert found.judged == ["call 1", "call 2", "update 1"]
+    assert (agree.answer, agree.remarks[0]) == ("agree", "2 calls of Net and 1 update of the weights agree.")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_side_with_smaller_batches_continues_alone_to_its_update(
+    side: int, of_scripts: Callable[..., Compared]
+) -> None:
+    half = [trained(number, torch.ones(4)) for number in (1, 2)]
+    sides = [[trained(1, torch.ones(8)), update(1)], [*half, update(1)]]
+    found = of_scripts(calls=1)
+    found.answers = {"call 1": "inconclusive"}
+    assert found.judge(sides[side], sides[1 - side]).answer == "agree"
+    assert found.judged == ["call 1", "update 1"]
+    released = [each for each in found.scripts.asked if "release" in each]
+    assert released[2:] == [f"{('target', 'baseline')[side]} release_call"]
+
+
+def test_after_batches_that_differ_only_calls_of_equal_shapes_are_judged(of_scripts: Callable[..., Compared]) -> None:
+    found = of_scripts(calls=2)
+    found.answers = {"call 1": "inconclusive"}
+    ours = [trained(1, torch.ones(8)), call(2, torch.ones(8)), trained(3, torch.ones(4))]
+    theirs = [trained(1, torch.ones(4)), call(2, torch.ones(4)), trained(3, torch.ones(4))]
+    assert found.judge(ours, theirs).answer == "inconclusive"
+    assert found.judged == ["call 1", "call 3"]
 
 
 @pytest.mark.parametrize("updates", [[], [update(1)]])
@@ -386,6 +467,40 @@ def test_values_that_differ_before_an_exception_are_the_answer_unless_the_inputs
         assert (judged, agree.answer) == (["call 1", "call 2"], "agree")
 
 
+def test_a_call_that_raises_after_the_judged_ones_is_described_whole(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    given: list[Any] = []
+    no_note = [compared("inconclusive"), compared("inconclusive", raised="It raises.")]
+    no_note[1].findings.frame["ratio"] = float("nan")
+
+    def judge(_: object, baseline: Any, target: Any, choice: object) -> Comparison:
+        given.extend([*baseline, *target])
+        return no_note.pop()
+
+    monkeypatch.setattr(scripts, "judge_until_exception", judge)
+    for _ in range(2):
+        found = of_scripts(calls=1)
+        found.seconds = 100.0
+        remarks = found.judge(calls(2), [call(1), call(2, raises="ValueError: x"), call(2)]).remarks
+        # Nothing was compared that a sentence could be on.
+        assert remarks[-1].endswith("its script has continued.")
+    assert [each.taps for each in given] == [("fc",)] * 4
+
+
+def test_values_that_differ_before_an_exception_in_the_first_call_need_no_number(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    frame = pd.DataFrame({"group": ["fc"], "label": ["culprit"], "ratio": [9.0]})
+    before = compared("differ", frame=frame, raised="The target raises.")
+    monkeypatch.setattr(scripts, "judge_until_exception", lambda *_: before)
+    found = of_scripts()
+    assert found.judge(calls(1), [call(1, raises="ValueError: x")]).remarks == ()
+    # A call beside an update has no partner to be compared with.
+    agree = of_scripts().judge([trained(1), update(1)], [trained(1), trained(2, raises="x"), update(1)])
+    assert agree.answer == "agree"
+
+
 def test_a_call_that_cannot_be_repeated_is_not_compared_up_to_its_exception(
     monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
 ) -> None:
@@ -412,6 +527,29 @@ def test_a_script_that_fails_after_calls_that_agree_leaves_the_answer_open(
     )
     with pytest.raises(SessionError, match=r"^The target `run.py` raised OSError: full"):
         of_scripts().judge(calls(1), [ScriptEnd("OSError: full")])
+
+
+def test_a_script_that_was_killed_is_named_with_its_signal(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    process = SimpleNamespace(command=SimpleNamespace(text="run.py"), last_lines=lambda: "the last line")
+    process.wait, process.is_done = (lambda limit: True), False
+    process.how_it_ended = lambda: "was killed by SIGKILL"
+    monkeypatch.setattr(scripts, "scripts_of", lambda session: {"target": process})
+    # What its exit code means is said already.
+    monkeypatch.setattr(scripts, "other_exit_code", lambda ended: pytest.fail("it was asked again"))
+
+    class Killed(Scripts):
+        def _ask(self, side: str, function: Callable[..., object] | None) -> list[Any]:
+            results = super()._ask(side, function)
+            self.ranks[1].alive = self._held["target"] is not None
+            return results
+
+    found = of_scripts()
+    found.session_type = Killed
+    open_end = found.judge([call(1), ScriptEnd()], [call(1), None])
+    assert open_end.answer == "inconclusive"
+    assert open_end.remarks[0].startswith("1 call of Net agrees. Then the target `run.py` was killed by SIGKILL.")
 
 
 def test_a_rank_that_lives_and_reports_nothing_has_failed(of_scripts: Callable[..., Compared]) -> None:
