@@ -230,7 +230,7 @@ def test_a_call_that_cannot_be_repeated_is_judged_by_starting_again_or_refused(
     assert len(turns._started.judged) == 2
 
 
-def test_an_update_is_bounded_by_the_largest_measured_distance_of_each_weights_gradient(
+def test_an_update_knows_how_far_each_weights_gradient_was_apart_in_calls(
     turns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = compared()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,11 +19,12 @@ from graftlab.base.world import Place
 from graftlab.config import Endpoint
 from graftlab.errors import LaunchError, MessageError, SessionError
 from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus
 from graftlab.jobs.handshake import JoinRequest, RequestRefused
 from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.messages import Hello, Shutdown, pack
+from graftlab.ranks.messages import Hello, LiveOutput, Output, Shutdown, pack
 from graftlab.ranks.options import LaunchOptions
 from graftlab.remote import remote_rank
 from graftlab.remote.launcher import _Assignments, _device, _RemoteLaunch, _require_fit, launch_remote_ranks
@@ -126,8 +128,9 @@ def joined() -> Iterator[Callable[[RemoteRankSpec], Any]]:
 
 
 def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
-    joined: Callable[[RemoteRankSpec], Any], tmp_path: Path
+    joined: Callable[[RemoteRankSpec], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "graftlab")
     world: dict[str, Any] = {}
     stores: dict[str, Any] = {}
 
@@ -137,6 +140,10 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
         _, connector = setup.connect()
         world[spec.place.label] = connector.kinds()
         stores[spec.place.label] = setup.store()
+        # Importing a model's libraries may print.
+        line.send(Output(f"{spec.place.label} imports\n"))
+        line.send(LiveOutput(1, "50 %"))
+        line.send_status(RankStatus("idle", step=7))
         line.send(Hello(os.getpid()))
 
     hosts = Hosts([rank] * 3)
@@ -149,6 +156,8 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
         assert [each.links for each in ranks] == ["shared memory"] * 3
         assert [each.pid for each in ranks] == [os.getpid()] * 3
         assert [each.alive for each in ranks] == [True] * 3
+        assert [each.status().step for each in ranks] == [7] * 3
+        assert "target[1]: target[1] imports" in caplog.messages
         # A store of each side, at its rank 0.
         stores["target[0]"].set("key", "of the target")
         assert stores["target[1]"].get("key") == b"of the target"
