@@ -57,7 +57,10 @@ def compared(answer: Answer, **found: Any) -> Comparison:
 
 
 class Scripts:
-    """A session of two scripts that make these calls and updates in turn, on a clock that only they move."""
+    """A session of two scripts that make these calls and updates in turn, on a clock that only they move.
+
+    A side with several ranks has a tuple for each call.
+    """
 
     def __init__(self, folder: Path, baseline: Iterable[object], target: Iterable[object]) -> None:
         self.folder = folder
@@ -94,7 +97,9 @@ class Scripts:
         def raise_failures(before: str) -> None:
             raise RunError(before + "it died", {})
 
-        run._state = SimpleNamespace(where=lambda: "", wait_until=wait_until, raise_failures=raise_failures)
+        run._state = SimpleNamespace(
+            where=lambda: "where each rank is", wait_until=wait_until, raise_failures=raise_failures
+        )
         return run
 
     def close(self) -> None:
@@ -107,9 +112,13 @@ class Scripts:
         if function is scripts.release_call:
             self._held[side] = next(self._units[side], ScriptEnd())
         held = self._held[side]
-        if function is scripts.describe_result and isinstance(held, CallDescription):
-            return [replace(held, taps=(), whole_numbers={})]
-        return [held]
+        ranks = [*held] if isinstance(held, tuple) else [held]
+        if function is scripts.describe_result:
+            return [
+                replace(each, taps=(), whole_numbers={}) if isinstance(each, CallDescription) else each
+                for each in ranks
+            ]
+        return ranks
 
 
 class Compared:
@@ -212,6 +221,32 @@ def test_tokens_are_looked_up_in_whole_descriptions_of_the_last_two_calls(
     (((before, its_partner), newest),) = given
     assert (before.number, its_partner.number) == (2, 2)
     assert [(each.number, each.whole_numbers) for each in newest] == [(3, tokens), (3, tokens)]
+
+
+def test_of_several_ranks_the_first_stands_for_its_side(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(_HeldInTurn, "_chosen_tokens", lambda turns, _: given.append((turns._before, turns._newest)))
+    found = of_scripts(calls=1)
+    found.answers, found.seconds = {"call 3": "differ"}, 100.0
+    ranks = [(each, replace(each, number=each.number + 100, model="Other")) for each in calls(3)]
+    theirs = [*ranks[:2], tuple(replace(each, plain=call(9).plain) for each in ranks[2])]
+    (said,) = found.judge(ranks, theirs).remarks
+    assert said == "1 call of Net agrees, and so do the results of the next 1 call. In call 3, of Net:"
+    assert [[each.number for each in pair] for pair in given[0]] == [[2, 2], [3, 3]]
+
+
+def test_what_is_awaited_is_shown_with_its_number_and_the_place_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    shown: list[tuple[str, str]] = []
+    monkeypatch.setattr(scripts, "LongWait", lambda title, *_, where: shown.append((title, where())))
+    found = of_scripts(calls=2)
+    found.seconds = 100.0
+    found.judge([call(1, raises="ValueError: x"), *calls(3)])
+    titles = ["a call", "call 2", "call 3", "call 4"]
+    assert shown == [(f"waiting for {what}", "where each rank is") for what in titles]
 
 
 def test_results_that_prove_nothing_end_the_look_at_further_calls(of_scripts: Callable[..., Compared]) -> None:
@@ -372,8 +407,12 @@ def test_the_side_with_smaller_batches_continues_alone_to_its_update(
     found.answers = {"call 1": "inconclusive"}
     assert found.judge(sides[side], sides[1 - side]).answer == "agree"
     assert found.judged == ["call 1", "update 1"]
-    released = [each for each in found.scripts.asked if "release" in each]
-    assert released[2:] == [f"{('target', 'baseline')[side]} release_call"]
+    other = ("target", "baseline")[side]
+    asked = found.scripts.asked
+    # The other one waits in its update, which is not made once more to describe it.
+    alone = asked.index(f"{other} release_call", asked.index(f"{other} release_call") + 1)
+    assert asked[alone : alone + 2] == [f"{other} release_call", f"{other} describe_call"]
+    assert [each for each in asked[alone:] if "release" in each or "describe" in each] == asked[alone : alone + 2]
 
 
 def test_after_batches_that_differ_only_calls_of_equal_shapes_are_judged(of_scripts: Callable[..., Compared]) -> None:
@@ -406,7 +445,12 @@ def test_micro_batches_are_judged_by_their_update_alone(
 def test_an_inconclusive_call_of_equal_shapes_is_not_excused_as_a_micro_batch(
     of_scripts: Callable[..., Compared],
 ) -> None:
-    for first, second in ((trained(1), trained(1)), (call(1), call(1, torch.ones(4)))):
+    smaller = torch.ones(4)
+    found = of_scripts(calls=1)
+    found.answers = {"call 1": "differ"}
+    # Nor is one that differs.
+    assert found.judge([trained(1), update(1)], [trained(1, smaller), update(1)]).answer == "differ"
+    for first, second in ((trained(1), trained(1)), (call(1), call(1, smaller))):
         found = of_scripts(calls=1)
         found.answers = {"call 1": "inconclusive"}
         result = found.judge([first, update(1)], [second, update(1)])
