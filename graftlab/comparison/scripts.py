@@ -350,7 +350,8 @@ class _HeldInTurn:
         ours, theirs = described_as(held, CallDescription)
         pairs = self._session.plan.pairs
         found = compare_returned([each.plain for each in ours], [each.plain for each in theirs], pairs)
-        if any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
+        # A value that only one side returns, or in another shape, is a difference too.
+        if found.lost or any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
             return None
         if found.compared:
             self._results.append(ours[0].model)

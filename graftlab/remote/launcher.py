@@ -272,8 +272,8 @@ def _device(options: LaunchOptions, place: Place, gpus: float) -> DeviceAssignme
     kind, _, index = (options.device or ("cuda" if gpus else "cpu")).partition(":")
     if kind == "cpu":
         return DeviceAssignment("cpu", options.backend or "gloo")
-    number = int(index) if index.isdigit() else 0
-    if kind != "cuda" or number >= gpus:
+    number = int(index or 0) if (index or "0").isdigit() else -1
+    if kind != "cuda" or not 0 <= number < gpus:
         raise LaunchError(
             f"device={options.device!r}: each rank has {gpus:g} GPUs; ranks run on 'cpu', or on 'cuda' or 'cuda:N' of "
             f"the GPUs that they ask for (gl.Ray(resources={{'GPU': 1}}))"

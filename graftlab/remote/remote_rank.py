@@ -168,10 +168,11 @@ def _joined(spec: RemoteRankSpec) -> tuple[ControlConnection, Proxy]:
             f"gl.Ray(listen=) gives another"
         )
     answer, early = reply
-    if isinstance(answer, RequestRefused):
-        raise SessionError(f"the notebook at {endpoint} refused {place.label}: {answer.error}")
     if not isinstance(answer, JoinAccepted):
-        raise SessionError(f"the notebook at {endpoint} answered {type(answer).__name__}")
+        client.close()
+        refused = isinstance(answer, RequestRefused)
+        did = f"refused {place.label}: {answer.error}" if refused else f"answered {type(answer).__name__}"
+        raise SessionError(f"the notebook at {endpoint} {did}")
     channel, wake, proxy = client.open_connection(early)
     return ControlConnection(channel, wake), proxy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import keyword
 import math
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graftlab.base.sources import parse_expression
 from graftlab.base.tags import RESERVED_TAGS, plain
 from graftlab.filters.expressions import HELPERS
 from graftlab.plan.plan import GraftPlan, filters_of, first_for
@@ -130,10 +132,23 @@ def filter_to_keep(plan: GraftPlan, option: TapOption | None) -> str:
 
 
 def join_filters(now: str, text: str) -> str:
-    """Join two filters by ``or``, unless the first already contains the second."""
-    if text and text != now and now != "True" and f"({_closed(text)})" not in now:
+    """Join two filters by ``or``, unless the second is already one of the first's alternatives."""
+    if text and now != "True" and not _is_alternative(text, now):
         return f"{_grouped(now)} or ({_closed(text)})" if now else text
     return now
+
+
+def _is_alternative(text: str, filter_text: str) -> bool:
+    """Whether a filter is another one, or one of those that it joins by ``or``."""
+    if text == filter_text:
+        return True
+    try:
+        whole, part = parse_expression(filter_text), parse_expression(text)
+    except (SyntaxError, ValueError):
+        # It is still being typed.
+        return False
+    alternatives = whole.values if isinstance(whole, ast.BoolOp) and isinstance(whole.op, ast.Or) else [whole]
+    return ast.dump(part) in map(ast.dump, alternatives)
 
 
 def _closed(text: str) -> str:

@@ -236,6 +236,19 @@ def test_a_call_that_cannot_be_repeated_is_judged_by_starting_again_or_refused(
     assert len(turns._started.judged) == 2
 
 
+def test_an_update_knows_how_far_each_weights_gradient_was_apart_in_calls(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = compared()
+    row = one.findings.frame.iloc[0].to_dict()
+    given = [("w", "param_grad", 0.3), ("w", "param_grad", 0.1), ("v", "param_grad", float("nan")), ("u", "grad", 0.9)]
+    rows = [{**row, "name": name, "tags": {"kind": kind}, "error": error} for name, kind, error in given]
+    judged = replace(one, findings=replace(one.findings, frame=pd.DataFrame(rows)))
+    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: judged)
+    turns._judge_call(held())
+    assert turns._apart == {"w": 0.3}
+
+
 def test_a_call_that_proves_nothing_is_followed_unless_it_cannot_be_repeated(turns: Any) -> None:
     unclear = compared("inconclusive")
     assert turns._may_follow(held(), unclear)

@@ -1,16 +1,19 @@
-"""What a notebook waits for when a machine with many ranks has vanished."""
+"""The notebook's handle of a rank elsewhere: its end, its log, and the wait when a machine with many has vanished."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from kit.mailboxes import DEADLINE, in_background
 
 from graftlab.base.world import Place
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.remote import remote_rank_handle
-from graftlab.remote.rank_supervisor import RankEnd
+from graftlab.remote.rank_supervisor import RankEnd, RankSupervisor
 from graftlab.remote.remote_rank_handle import EndPatience, RemoteRankHandle
 
 
@@ -76,3 +79,143 @@ def test_the_ranks_of_a_vanished_machine_are_waited_for_one_second_in_all(
         assert rank.how_it_ended() == "closed its connection, or its machine is gone"
         assert rank.log_tail() == "(nothing, or its machine cannot be reached)"
     assert clock.now == 101.0
+
+
+def test_ranks_that_end_later_are_waited_for_again(lost: list[RemoteRankHandle], clock: Clock) -> None:
+    lost[0].how_it_ended()
+    assert clock.now == 101.0
+    clock.now += 4.0
+    lost[1].how_it_ended()
+    assert clock.now == 105.0
+    clock.now += 2.0
+    lost[2].how_it_ended()
+    assert clock.now == 108.0
+
+
+class Running:
+    """A process whose end and output the test sets; it notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.ended: RankEnd | str | None = None
+        self.output = b""
+        self.signals: list[int] = []
+        self.limits: list[float] = []
+
+    def start(self, spec: bytes) -> None: ...
+
+    def end(self, timeout: float) -> RankEnd | str | None:
+        return self.ended
+
+    def log_tail(self, timeout: float) -> bytes:
+        self.limits.append(timeout)
+        return self.output
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def release_in_child(self) -> None: ...
+
+
+@pytest.fixture
+def released() -> list[RemoteRankHandle]:
+    return []
+
+
+@pytest.fixture
+def process() -> Running:
+    return Running()
+
+
+@pytest.fixture
+def rank(process: Running, released: list[RemoteRankHandle], tmp_path: Path) -> Iterator[RemoteRankHandle]:
+    made = RemoteRankHandle(Place("target", 0, 1, 1), tmp_path, process, EndPatience(), released.append)
+    yield made
+    made.release()
+
+
+def join(rank: RemoteRankHandle) -> None:
+    rank.assign_process(1, DeviceAssignment("cpu", "gloo"))
+    rank.take_ends()[0].close()
+
+
+def test_the_log_of_a_running_rank_is_fetched_and_that_of_an_ended_one_kept(
+    rank: RemoteRankHandle, process: Running
+) -> None:
+    join(rank)
+    process.output = b"one\ntwo\n\xff"
+    assert rank.log_tail(2) == "two\n\N{REPLACEMENT CHARACTER}"
+    assert process.limits == [10.0]
+    assert rank.log.read_bytes() == process.output
+    # A user's output is for that user alone.
+    assert rank.log.stat().st_mode & 0o777 == 0o600
+    # A machine that does not answer for once leaves what is known.
+    process.output = b""
+    assert rank.log_tail(1) == "\N{REPLACEMENT CHARACTER}"
+    process.ended = RankEnd(3, b"the last line")
+    assert rank.log_tail() == "the last line"
+    assert rank.log.read_bytes() == b"the last line"
+    assert len(process.limits) == 2
+
+
+def test_a_log_is_shown_although_it_cannot_be_written(rank: RemoteRankHandle, process: Running) -> None:
+    rank.log.parent.parent.mkdir(exist_ok=True)
+    rank.log.parent.write_text("a file in place of the folder")
+    process.output = b"a line"
+    assert rank.log_tail() == "a line"
+
+
+def test_how_a_rank_ended_is_what_its_supervisor_reports(rank: RemoteRankHandle, process: Running) -> None:
+    assert (rank.reported, rank.absence(), rank.join(0.0)) == (None, "not started yet", False)
+    join(rank)
+    process.ended = RankEnd(-9, b"")
+    assert (rank.reported, rank.join(0.0)) == ("killed by SIGKILL", True)
+    assert rank.absence() == "gone: killed by SIGKILL"
+    # The first report stands.
+    process.ended = "ended with its Ray actor: it died"
+    assert rank.how_it_ended() == "killed by SIGKILL"
+
+
+def test_a_rank_whose_supervisor_is_gone_has_its_words(rank: RemoteRankHandle, process: Running) -> None:
+    join(rank)
+    process.ended = "ended with its Ray actor: it died"
+    assert rank.how_it_ended() == "ended with its Ray actor: it died"
+
+
+def test_only_a_rank_that_lives_is_signalled_and_any_is_killed(rank: RemoteRankHandle, process: Running) -> None:
+    rank.signal(2)
+    assert process.signals == []
+    join(rank)
+    rank.signal(2)
+    rank.alive = False
+    rank.kill()
+    assert process.signals == [2, 9]
+
+
+def test_a_rank_is_released_once(rank: RemoteRankHandle, process: Running, released: list[RemoteRankHandle]) -> None:
+    join(rank)
+    process.ended = RankEnd(0, b"the end")
+    rank.release()
+    rank.release()
+    assert released == [rank]
+    # Its report was read before its machine was given back.
+    assert not rank.alive
+    assert (rank.how_it_ended(), rank.log.read_bytes()) == ("ended with exit code 0", b"the end")
+
+
+def test_a_supervisor_keeps_the_last_mib_of_the_output() -> None:
+    supervisor = RankSupervisor()
+    with pytest.raises(RuntimeError, match="has not been started"):
+        supervisor.signal(9)
+    lines = b"".join(b"%07d\n" % number for number in range(400_000))
+    read, write = os.pipe()
+
+    def fill() -> None:
+        with open(write, "wb") as pipe:
+            pipe.write(lines)
+
+    filler = in_background(fill)
+    with open(read, "rb") as output:
+        supervisor._read_output(SimpleNamespace(stdout=output))  # type: ignore[arg-type]
+    filler.result(DEADLINE)
+    assert supervisor.log_tail() == lines[-(1 << 20) :]
+    assert len(supervisor._tail) <= 2 << 20

@@ -29,7 +29,7 @@ from graftlab.grafting.trial import PRINTED_LIMIT
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE
 from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, functions_in, likely_transforms
-from graftlab.widgets.kept_taps import filter_to_keep, kept_options
+from graftlab.widgets.kept_taps import filter_to_keep, join_filters, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
 from graftlab.widgets.transform_editor import TransformEditor
@@ -700,6 +700,19 @@ def test_the_filter_of_a_tap_matches_it_and_no_other_name(
         before = compile_filter(keep).matches(tap)
         assert compile_filter(wider).matches(tap) is (before or chosen.matches(tap))
     assert filter_to_keep(GraftPlan(keep=wider), choice) == wider
+
+
+@pytest.mark.parametrize(
+    "keep", ["not (name == 'a')", "layer < 4 and (name == 'a')", "(name == 'a') if step else layer"]
+)
+def test_a_tap_that_a_filter_only_mentions_is_added_to_it(keep: str) -> None:
+    [choice] = kept_options([{"name": "a", "step": 0, "side": "target", "rank": 0}])
+    wider = filter_to_keep(GraftPlan(keep=keep), choice)
+    assert compile_filter(wider).matches({"name": "a", "step": 0, "layer": 9})
+    assert filter_to_keep(GraftPlan(keep=wider), choice) == wider
+    # What is still being typed is extended as it stands.
+    assert join_filters("layer <", "name == 'a'") == "layer < or (name == 'a')"
+    assert join_filters("True", "name == 'a'") == "True"
 
 
 def test_without_a_tap_the_grafted_or_else_the_compared_taps_are_kept() -> None:

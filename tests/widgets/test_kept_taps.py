@@ -1,0 +1,85 @@
+"""How the transform editor names, selects and filters the taps on which a draft can be tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graftlab.plan.plan import GraftPlan
+from graftlab.transforms import TransformSpec
+from graftlab.widgets.kept_taps import TapOption, concerns, default_option, kept_options, other_options
+
+
+def kept(name: str = "out", side: str = "target", rank: int = 0, **tags: Any) -> dict[str, Any]:
+    return {"name": name, "step": 3, "side": side, "rank": rank, **tags}
+
+
+def test_a_tap_is_labelled_by_its_tags_and_the_rank_that_kept_it() -> None:
+    [option] = kept_options([kept(layer=3, rank=1)])
+    assert (option.kept, option.label) == (True, "out · layer=3 · target[1]")
+    [other] = other_options([{"name": "out", "step": 0, "layer": 3}], [])
+    assert (other.kept, other.label) == (False, "out · layer=3 · not kept")
+
+
+def test_each_tap_and_rank_is_one_option_in_the_order_of_keeping() -> None:
+    steps = [kept("b", layer=1), {**kept("b", layer=1), "step": 9}, kept("a"), kept("b", layer=1, rank=1)]
+    options = kept_options(steps)
+    assert [option.label for option in options] == [
+        "b · layer=1 · target[0]",
+        "a · target[0]",
+        "b · layer=1 · target[1]",
+    ]
+    seen = [{"name": "b", "layer": 1}, {"name": "b", "layer": 2}, {"name": "c"}, {"name": "c", "step": 4}]
+    assert [option.label for option in other_options(seen, options)] == ["b · layer=2 · not kept", "c · not kept"]
+
+
+def test_a_pair_is_selected_by_tags_that_can_select_it() -> None:
+    option = TapOption("out", (("layer", 3), ("limit", 2), ("self", 1), ("x", float("nan"))), "baseline", 1)
+    assert option.selection == {"layer": 3, "name": "out", "side": "baseline", "rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "is_in"),
+    [
+        ("layer", 3, True),
+        ("phase", "decode", True),
+        ("scale", 0.5, True),
+        ("last", True, True),
+        ("cache", None, True),
+        # Each rank has its own.
+        ("tp_rank", 1, False),
+        # No expression can name these.
+        ("if", 1, False),
+        ("search", 1, False),
+        ("two words", 1, False),
+        # Objects arrive as their repr, which no tag on a rank equals.
+        ("shape", "torch.Size([2])", False),
+        ("mode", "<Mode.A: 1>", False),
+        ("scale", float("inf"), False),
+        ("layers", (1, 2), False),
+    ],
+)
+def test_the_filter_of_a_tap_has_the_tags_that_match_on_every_rank(tag: str, value: object, is_in: bool) -> None:
+    expected = f"name == 'out' and {tag} == {value!r}" if is_in else "name == 'out'"
+    assert TapOption("out", ((tag, value),)).filter == expected
+
+
+def test_a_draft_is_tried_by_default_on_a_grafted_tap_or_else_on_a_kept_one() -> None:
+    options = kept_options([kept("left"), kept("kept"), kept("grafted")])
+    keep = "name in ('kept', 'grafted')"
+    chosen = default_option(GraftPlan(b2t="name == 'grafted'", keep=keep), options)
+    assert chosen is options[2]
+    assert default_option(GraftPlan(keep=keep), options) is options[1]
+    assert default_option(GraftPlan(keep="name == 'x'"), options) is None
+
+
+def test_a_transform_concerns_the_taps_of_its_filter_or_those_that_the_plan_grafts() -> None:
+    a, b = kept_options([kept("a"), kept("b")])
+    spec = TransformSpec("source", "def transform(graft_input):\n    return graft_input.target\n")
+    grafts_a = GraftPlan(b2t="name == 'a'")
+    assert [concerns(grafts_a, spec, option) for option in (a, b)] == [True, False]
+    # Nothing is grafted yet.
+    assert [concerns(GraftPlan(), spec, option) for option in (a, b)] == [True, True]
+    only_b = TransformSpec("source", spec.text, where="name == 'b'")
+    assert [concerns(grafts_a, only_b, option) for option in (a, b)] == [False, True]
