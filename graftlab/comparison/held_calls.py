@@ -26,7 +26,9 @@ from graftlab.errors import GraftError, MatchError, SessionError, WaitInterrupte
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
+    WEIGHT,
     CallDescription,
+    call_dtypes,
     call_numbers,
     drop_backward,
     narrow_call,
@@ -35,6 +37,7 @@ from graftlab.ranks.held_call import (
     widen_call,
 )
 from graftlab.ranks.remote_functions import call_until_exception
+from graftlab.ranks.widening import NARROW
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -137,9 +140,12 @@ class Repeats:
             return None
         read = self.session.run(call_numbers, call_numbers)
         numbers = _unequal_numbers(read.baseline[0], read.target[0], is_first)
-        if numbers is None:
+        has = self.session.run(call_dtypes, call_dtypes)
+        baseline, target = has.baseline[0], has.target[0]
+        ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
+        if numbers is None or ours is None or theirs is None:
             return None
-        run = self.session.run(partial(widen_call, {}), partial(widen_call, numbers))
+        run = self.session.run(partial(widen_call, {}, ours), partial(widen_call, numbers, theirs))
         try:
             if any(each is not None for each in (*run.baseline, *run.target)):
                 return None
@@ -290,8 +296,30 @@ def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[s
         if partner is not None and (partner.shape, partner.dtype) == (value.shape, value.dtype):
             if not _is_equal(partner, value):
                 found[path] = partner
+        elif partner is not None and partner.shape == value.shape:
+            # Both sides read it rounded to the narrower dtype.
+            continue
         elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
             return None
+    return found
+
+
+def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dtype]) -> dict[str, torch.dtype] | None:
+    """The dtypes to which a side's float32 tensors are rounded, by path: those of 16 bits that the other side has.
+
+    None if a weight has no partner, and the other side's weights are of several dtypes.
+    """
+    weights = {dtype for path, dtype in other.items() if path.endswith(WEIGHT)}
+    found = {}
+    for path, dtype in own.items():
+        partner = other.get(path)
+        if partner is None and path.endswith(WEIGHT) and not weights.isdisjoint(NARROW):
+            # It has another name there.
+            if len(weights) > 1:
+                return None
+            (partner,) = weights
+        if dtype == torch.float32 and partner in NARROW:
+            found[path] = partner
     return found
 
 
@@ -305,17 +333,20 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """
     found, frame = verdict.findings, verdict.frame
-    if answer_of(replace(found, in_float32=0.0, unexplained=()), True, True) != "agree":
+    cleared = replace(found, in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out=""))
+    if answer_of(cleared, True, True) != "agree":
         return None
-    # Bit-equal calls are right. If dtypes differ, one side's weights are rounded.
-    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() or frame["cast"].notna().any():
+    # Bit-equal calls are right.
+    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any():
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None or wide.frame["dtype"].isin(_NARROW).any():
         return None
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
     if answer == "agree" and not found.unexplained:
-        return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max())), runs)
+        # Where one side alone has 16 bits, the rounding of its numbers, which both have now, may be the mistake.
+        rounding = found.rounding if frame["cast"].notna().any() else cleared.rounding
+        return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max()), rounding=rounding), runs)
     # Weights that differ by one rounding differ in float32, and whatever reads them.
     is_of_code = wide.named and (wide.findings.weights_lent or not wide.findings.data)
     return Verdict(wide.findings, runs) if answer == "differ" and is_of_code else None

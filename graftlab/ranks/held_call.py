@@ -28,6 +28,8 @@ from graftlab.taps.watch import Watch, watch, weights_of
 
 # How many items are taken of a generator, which may be endless.
 _MOST_ITEMS = 1024
+WEIGHT = "@param"
+"""The end of a weight's path in :meth:`HeldCall.dtypes`."""
 _WHOLE_NUMBERS = (torch.int64, torch.int32)
 _MOST_WHOLE_NUMBERS = 1 << 16
 # Bytes of written state that each run of a verdict compares.
@@ -301,17 +303,32 @@ class HeldCall:
         numbers = {path: tensor.detach() for path, tensor in found if tensor.is_floating_point()}
         return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
 
-    def widen(self, numbers: Mapping[str, torch.Tensor]) -> str | None:
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the floating-point tensors that the call may read, by path, with its weights."""
+        self._restore()
+        return {path: tensor.dtype for path, tensor in self._read().items() if tensor.is_floating_point()}
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        weights = {
+            f"{prefix}{name}{WEIGHT}": weight
+            for prefix, model in self._models.items()
+            for name, weight in model.named_parameters()
+        }
+        return {**dict(tensors_by_path({**self._models, **self._state})), **weights}
+
+    def widen(self, numbers: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.dtype]) -> str | None:
         """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
-        ``numbers`` has values that replace those that the call would read, by path.
+        ``numbers`` has values that replace those that the call would read, by path. Those of ``rounded`` are rounded to
+        these dtypes, as the other side has them.
         """
         self._restore()
-        reached = dict(tensors_by_path({**self._models, **self._state}))
-        weights = [weight for model in self._models.values() for weight in model.parameters()]
-        given = {id(tensor): numbers[path] for path, tensor in reached.items() if path in numbers}
+        read = self._read()
+        given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
+        for path, dtype in rounded.items():
+            given[id(read[path])] = read[path].detach().to(dtype).to(read[path].dtype)
         try:
-            self._wide = WideTensors([*reached.values(), *weights], given)
+            self._wide = WideTensors(read.values(), given)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
@@ -527,9 +544,14 @@ def call_numbers() -> dict[str, torch.Tensor] | None:
     return held_call().numbers()
 
 
-def widen_call(numbers: Mapping[str, torch.Tensor]) -> str | None:
+def call_dtypes() -> dict[str, torch.dtype]:
+    """The dtypes of what the held call may read; see :meth:`HeldCall.dtypes`."""
+    return held_call().dtypes()
+
+
+def widen_call(numbers: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.dtype]) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
-    return held_call().widen(numbers)
+    return held_call().widen(numbers, rounded)
 
 
 def narrow_call() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from graftlab.errors import SessionError
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUDGET = 1 << 30
 """The most bytes of the wide copies."""
@@ -24,9 +24,9 @@ class WideTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None) -> None:
         numbers = numbers or {}
-        chosen = {id(each): each for each in tensors if each.dtype in _NARROW or id(each) in numbers}
+        chosen = {id(each): each for each in tensors if each.dtype in NARROW or id(each) in numbers}
         self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if not any(each.dtype in _NARROW for each in chosen.values()):
+        if not chosen:
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
             # A write into one of two views must reach the other.
@@ -40,7 +40,7 @@ class WideTensors:
         try:
             for each in chosen.values():
                 own = numbers[id(each)].to(each.device) if id(each) in numbers else each.data
-                self._put(each, own.float() if each.dtype in _NARROW else own, each.data)
+                self._put(each, own.float() if each.dtype in NARROW else own, each.data)
         except RuntimeError as error:
             # Tensors of torch.inference_mode may refuse it.
             self.narrow()

@@ -19,6 +19,11 @@ _MOST_SHOWN = 6
 # rounding. In ten families of transformers in bfloat16 against float32, no tap added more than 2.6 medians or 1.6
 # roundings.
 _MEDIANS, _ROUNDINGS, _FEWEST = 4.0, 2.5, 8
+_TO_LOOK = "A run in float32 shows whether it is a mistake."
+_LOOKED = (
+    "In float32, from weights and buffers rounded alike, the sides agree. So it is rounding, of these numbers or in the "
+    "code, and may still be too much."
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class RoundingGroups:
     stands_out: str = ""
 
     def is_doubtful(self, in_float32: float | None) -> bool:
-        """Whether there may be a mistake, because no runs in float32 have shown that there is none."""
-        return in_float32 is None and bool(self.groups or self.stands_out)
+        """Whether there may be a mistake; of the groups only if no runs in float32 have shown that there is none."""
+        return bool(self.stands_out) or (in_float32 is None and bool(self.groups))
 
     def with_effect(self, output: str, restored: float, total: float) -> RoundingGroups:
         """Return a copy with the distances measured at an output."""
@@ -54,7 +59,8 @@ class RoundingGroups:
         """A verdict's sentences on them; ``in_float32`` is the largest ratio of its runs in float32, if they name
         nothing.
         """
-        first = [self.stands_out] if self.stands_out and in_float32 is None else []
+        look = _TO_LOOK if in_float32 is None else _LOOKED
+        first = [f"{self.stands_out} {look}"] if self.stands_out else []
         if not self.groups:
             return first
         shown = first_of(self.groups, _MOST_SHOWN)
@@ -129,7 +135,7 @@ def taps_that_stand_out(frame: pd.DataFrame) -> str:
         sizes = f"{up_to}{far['added'].max():.2g}, their median is {median:.2g}"
         found.append(
             f"{first_of(names, _MOST_SHOWN)} {verb} far more than other taps of {dtype} ({sizes}), which rounding "
-            "hardly explains. A run in float32 shows whether it is a mistake."
+            "hardly explains."
         )
     return " ".join(found)
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.shipping import UnshippedValue
-from graftlab.comparison.held_calls import Repeats, _unequal_numbers
-from graftlab.ranks.held_call import HeldCall, WatchChoice
+from graftlab.comparison.held_calls import Repeats, _unequal_numbers, dtypes_to_round
+from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
 
@@ -134,10 +134,78 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert _unequal_numbers({}, UnshippedValue("dict", "{...}", "a tensor of its own class"), True) is None
     x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
     held = HeldCall(lambda: x + y, {}, {"x": x, "y": y}, WatchChoice())
-    assert held.widen({"y": torch.full((2,), 3.0)}) is None
+    assert held.widen({"y": torch.full((2,), 3.0)}, {}) is None
     assert held()[""].tolist() == [4.0, 4.0]
     held.narrow()
     assert held()[""].tolist() == [2.0, 2.0]
+
+
+def test_what_one_side_has_in_float32_is_rounded_as_on_the_other() -> None:
+    half, full = torch.bfloat16, torch.float32
+    wide = {"a@param": full, "n@param": full, ".freq": full, "args[0]": full}
+    assert dtypes_to_round(wide, {"a@param": half, "n@param": full, ".freq": half, "args[0]": half}) == {
+        "a@param": half,
+        ".freq": half,
+        "args[0]": half,
+    }
+    assert dtypes_to_round({"a@param": half}, wide) == {}
+    # Under another name it has the dtype of all weights there, if they have one.
+    assert dtypes_to_round({"a@param": full, "x": full}, {"fused@param": half}) == {"a@param": half}
+    assert dtypes_to_round({"a@param": full}, {"fused@param": half, "n@param": full}) is None
+    assert dtypes_to_round({"a@param": full}, {"b@param": full, "x": half}) == {}
+
+
+def test_a_call_in_float32_has_its_own_weights_again_after_they_were_rounded() -> None:
+    block = Block("")
+    before = {name: each.clone() for name, each in block.state_dict().items()}
+    held = HeldCall(lambda: block(X), {"": block}, {"x": X}, WatchChoice())
+    first = held()[""]
+    dtypes = held.dtypes()
+    assert {*dtypes.values()} == {torch.float32}
+    assert {name + WEIGHT for name, _ in block.named_parameters()} < {*dtypes}
+    assert held.widen({}, {path: torch.bfloat16 for path in dtypes if path.endswith(WEIGHT)}) is None
+    assert all(torch.equal(each, before[name].bfloat16().float()) for name, each in block.named_parameters())
+    assert 0 < (held()[""] - first).abs().max() < 0.1
+    held.narrow()
+    assert torch.equal(held()[""], first)
+    assert all(torch.equal(each, before[name]) for name, each in block.state_dict().items())
+
+
+class Casting(nn.Module):
+    """A model that converts what it is given to the dtype of its weights, as ports in 16 bits do."""
+
+    def __init__(self, way: str, dtype: torch.dtype, fused: bool = False) -> None:
+        super().__init__()
+        self.blocks = model(way, dtype)
+        if fused:
+            # The same weights under another name.
+            self.stack, self.blocks = self.blocks, nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = self.stack if isinstance(self.blocks, nn.Identity) else self.blocks
+        out: torch.Tensor = blocks(x.to(next(blocks.parameters()).dtype))
+        return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("way", "fused", "answer"),
+    [("fused", False, "agree"), ("", True, "agree"), ("tanh", False, "differ"), ("tanh", True, "differ")],
+)
+def test_a_target_in_16_bits_of_a_float32_baseline_is_judged_in_float32(way: str, fused: bool, answer: str) -> None:
+    comparison = gl.compare(
+        partial(Casting, "", torch.float32), partial(Casting, way, torch.bfloat16, fused), X, match=fused
+    )
+    with comparison.session:
+        assert comparison.answer == answer, comparison.text
+        if answer == "agree":
+            assert "nor above float32's in float32" in comparison.text
+        else:
+            assert comparison.text.startswith(
+                "In bfloat16 the calls agree to rounding. In float32, from the same numbers, they differ:\n"
+            )
+            assert "gelu(f32[2, 6, 64], approximate='tanh')" in comparison.text
+        assert "The weights already differ" not in comparison.text
 
 
 def test_a_widened_call_has_its_own_numbers_again_afterwards() -> None:
@@ -145,7 +213,7 @@ def test_a_widened_call_has_its_own_numbers_again_afterwards() -> None:
     before = {name: each.clone() for name, each in block.state_dict().items()}
     held = HeldCall(lambda: block(x), {"": block}, {"x": x}, WatchChoice())
     first = held()[""]
-    assert held.widen({}) is None
+    assert held.widen({}, {}) is None
     assert held()[""].dtype == torch.float32
     assert 0 < (held()[""] - first.float()).abs().max() < 0.1
     held.narrow()
@@ -158,11 +226,11 @@ def test_a_call_that_cannot_run_in_float32_reports_why_and_stays_unchanged() -> 
     weight = torch.ones(32, 4, dtype=torch.bfloat16)
     x = X.bfloat16()
     held = HeldCall(lambda: x @ weight, {}, {"x": x}, WatchChoice())
-    assert "dtype" in str(held.widen({}))
+    assert "dtype" in str(held.widen({}, {}))
     assert held()[""].dtype == torch.bfloat16
     views = x.chunk(2)
     assert (
-        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen({})
+        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen({}, {})
         == "some tensors are sharded, sparse or views of others"
     )
-    assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}) == "no tensor of 16 bits was found"
+    assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}, {}) == "no tensor of 16 bits was found"

@@ -18,7 +18,7 @@ from graftlab.errors import MatchError, RunError
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import CallDescription, call_numbers, narrow_call, repeat_call
+from graftlab.ranks.held_call import CallDescription, call_dtypes, call_numbers, narrow_call, repeat_call
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -179,7 +179,7 @@ def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
         (found(dtype="bfloat16"), True),
         (found(dtype="float32"), False),
         (found(dtype="bfloat16", added=0.0), False),
-        (found(dtype="bfloat16", cast="bfloat16"), False),
+        (found(dtype="bfloat16", cast="float32 -> bfloat16"), True),
         (found(dtype="bfloat16", label="culprit"), False),
         (found(dtype="bfloat16", not_repeated=["a"]), False),
     ],
@@ -197,7 +197,12 @@ def test_a_failure_in_float32_is_reported_by_its_first_line() -> None:
 
 def test_runs_in_float32_end_with_the_narrow_call() -> None:
     session = Mock(ranks=[1, 2], closed=False)
-    answers = {call_numbers: ([{"x": ONES}], [{"x": MANY}]), narrow_call: ([None], [None])}
+    narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
+    answers = {
+        call_numbers: ([{"x": ONES}], [{"x": MANY}]),
+        narrow_call: ([None], [None]),
+        call_dtypes: ([narrow], [wide]),
+    }
 
     def run(baseline: Any, target: Any) -> Any:
         ours, theirs = answers.get(baseline, ([None], [fails]))
@@ -208,8 +213,8 @@ def test_runs_in_float32_end_with_the_narrow_call() -> None:
     fails: str | None = None
     with pytest.raises(RunError):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
-    widened = session.run.call_args_list[1].args
-    assert (widened[0].args, widened[1].args) == (({},), ({"x": ONES},))
+    widened = session.run.call_args_list[2].args
+    assert (widened[0].args, widened[1].args) == (({}, {}), ({"x": ONES}, narrow))
     assert session.run.call_args.args == (narrow_call, narrow_call)
     fails = "no tensor of 16 bits was found"
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
@@ -383,6 +388,9 @@ def test_a_tap_that_stands_out_is_not_cleared_without_a_look_in_float32() -> Non
     assert judged(held(HALF), held(HALF), doubtful)[0] == "inconclusive"
     wide = Verdict(found("o", "output"), 2)
     assert judged(held(HALF), held(HALF), doubtful, wide=wide)[0] == "agree"
+    # The rounding of one side's numbers, which both have in float32, may be the mistake.
+    doubtful.frame["cast"] = "float32 -> bfloat16"
+    assert judged(held(HALF), held(HALF), doubtful, wide=wide)[0] == "inconclusive"
 
 
 def test_inputs_of_another_shape_than_the_recorded_ones_come_first() -> None:
