@@ -21,8 +21,8 @@ _MOST_SHOWN = 6
 _MEDIANS, _ROUNDINGS, _FEWEST = 4.0, 2.5, 8
 _TO_LOOK = "A run in float32 shows whether it is a mistake."
 _LOOKED = (
-    "In float32, from weights and buffers rounded alike, the sides agree. So it is rounding, of these numbers or in the "
-    "code, and may still be too much."
+    "In float32, from weights and buffers rounded alike, the sides agree. So it is rounding, of these numbers or in "
+    "the code, and may still be too much."
 )
 
 
