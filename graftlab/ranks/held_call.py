@@ -326,7 +326,8 @@ class HeldCall:
         read = self._read()
         given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
         for path, dtype in rounded.items():
-            given[id(read[path])] = read[path].detach().to(dtype).to(read[path].dtype)
+            own = read[path].detach() if path not in numbers else numbers[path]
+            given[id(read[path])] = own.to(dtype).to(read[path].dtype)
         try:
             self._wide = WideTensors(read.values(), given)
         except SessionError as error:

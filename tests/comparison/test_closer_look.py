@@ -130,6 +130,10 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert _unequal_numbers({"x": same}, {"cache": other}, False) is None
     assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
     assert _unequal_numbers({"x": same}, {"x": other[:1]}, False) is None
+    # A cache of the other dtype is read as the baseline has it, in the target's.
+    (read,) = _unequal_numbers({"x": other}, {"x": same.bfloat16()}, False).values()  # type: ignore[union-attr]
+    assert torch.equal(read, other.bfloat16())
+    assert read.dtype == torch.bfloat16
     assert _unequal_numbers(None, {}, True) is None
     assert _unequal_numbers({}, UnshippedValue("dict", "{...}", "a tensor of its own class"), True) is None
     x, y = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
@@ -138,6 +142,9 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert held()[""].tolist() == [4.0, 4.0]
     held.narrow()
     assert held()[""].tolist() == [2.0, 2.0]
+    assert held.widen({"y": torch.full((2,), 1 + 2**-12)}, {"y": torch.bfloat16}) is None
+    assert held()[""].tolist() == [2.0, 2.0]
+    held.narrow()
 
 
 def test_what_one_side_has_in_float32_is_rounded_as_on_the_other() -> None:
