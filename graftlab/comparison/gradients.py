@@ -220,8 +220,8 @@ def _sum_of_ranks(
     for what, divisor in (("sum", 1), ("average", len(target))):
         fits = []
         for name, limit in limits.items():
-            # Each rank clips by a factor of its own, so the parts are those of before. What is reduced after the
-            # backward passes is equal when the optimizer reads it.
+            # The parts are summed as they were before clipping, whose factor may differ between ranks. If a script
+            # reduces them after the backward passes, they are equal when the optimizer reads them.
             expected, own = _accumulated(baseline, name), paired[name]
             parts = [part for each in target if own in each.gradients and (part := _accumulated(each, own))]
             found = [part.values for part in parts if expected is not None and part.shape == expected.shape]

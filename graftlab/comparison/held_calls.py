@@ -221,7 +221,7 @@ def judge_held_calls(
     answer = answer_of(verdict.findings, trusted, results.compared)
     # With several ranks a side, sums over them round differently in any case.
     looked = verdict.findings.in_float32 is not None or len(baseline) + len(target) > 2
-    if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame, ())):
+    if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
         answer = "inconclusive"
         remarks.append(single)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
@@ -312,7 +312,7 @@ def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dt
     for path, dtype in own.items():
         partner = other.get(path)
         if partner is None and path.endswith(WEIGHT) and not weights.isdisjoint(NARROW):
-            # It has another name there.
+            # Its partner has another name.
             if len(weights) > 1:
                 return None
             (partner,) = weights
@@ -362,7 +362,7 @@ def judge_against_recording(
     verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
     # A named output was compared, or there would be no verdict.
     answer = answer_of(verdict.findings, not remarks, choice.output is not None)
-    if answer == "agree" and (single := sentence_on_single_taps(verdict.frame, ())):
+    if answer == "agree" and (single := sentence_on_single_taps(verdict.frame)):
         # A recording cannot run in float32, and its assumed floor is far above one rounding.
         answer = "inconclusive"
         remarks.append(single)
@@ -516,7 +516,7 @@ def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
         if shapes.get(name, list(shape)) != list(shape):
             return [
                 f"The recorded call has {name} of shape {list(shape)}, and the target's call {shapes[name]}, so they "
-                "do different work: give the target the recorded inputs, or record these."
+                "do different work: give the target the recorded inputs, or record the baseline with the target's."
             ]
     return []
 

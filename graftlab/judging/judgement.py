@@ -609,7 +609,8 @@ class Judgement:
     def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
         found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
-        if naming.clears:
+        # A caller who gives the floor has chosen what may be added.
+        if naming.clears and self._runs.request.constant_floor is None:
             found = replace(found, stands_out=taps_that_stand_out(naming.frame))
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)

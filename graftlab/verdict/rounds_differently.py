@@ -98,13 +98,13 @@ def rounds_differently(frame: pd.DataFrame, named: Sequence[str]) -> RoundingGro
     return _never_equal(frame, named, "group")
 
 
-def sentence_on_single_taps(frame: pd.DataFrame, named: Sequence[str]) -> str | None:
+def sentence_on_single_taps(frame: pd.DataFrame) -> str | None:
     """A sentence on taps of low precision that are never bit-equal from equal inputs, where most others always are.
 
-    That is how a mistake in one layer alone shows, which :func:`rounds_differently` does not find. ``frame`` and
-    ``named`` are as there. None if there are no such taps.
+    That is how a mistake in one layer alone shows, which :func:`rounds_differently` does not find. ``frame`` is as
+    there, of a verdict that names nothing. None if there are no such taps.
     """
-    found = _never_equal(frame, named, "name")
+    found = _never_equal(frame, (), "name")
     if not found.groups:
         return None
     several = len(found.groups) > 1
@@ -112,7 +112,7 @@ def sentence_on_single_taps(frame: pd.DataFrame, named: Sequence[str]) -> str | 
     return (
         f"{first_of(found.groups, _MOST_SHOWN)} {verb} not bit-equal from equal inputs, and the other {found.equal} "
         f"taps of {' and '.join(found.dtypes)} are. So {compute} in a different order or precision, or with a mistake "
-        "within the floor; a run in float32 shows only the mistake."
+        "within the floor. A run in float32 shows only the mistake."
     )
 
 

@@ -349,7 +349,7 @@ def _nothing_named(findings: Findings) -> str:
     if coarse:
         if findings.in_float32 is not None:
             measured += f"; in float32 {findings.in_float32:.2g} x"
-        if findings.rounding.groups or findings.rounding.is_doubtful(findings.in_float32):
+        if findings.rounding.groups or findings.rounding.stands_out:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
         if findings.in_float32 is not None:
             return f"Nothing above {' and '.join(coarse)} rounding, nor above float32's in float32 ({measured})."

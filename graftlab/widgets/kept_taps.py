@@ -139,7 +139,7 @@ def join_filters(now: str, text: str) -> str:
 
 
 def _is_alternative(text: str, filter_text: str) -> bool:
-    """Whether a filter is another one, or one of those that it joins by ``or``."""
+    """Whether ``text`` is the whole filter, or one of those that it joins by ``or``."""
     if text == filter_text:
         return True
     try:

@@ -251,6 +251,7 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     swapped: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = RoundingGroups(("a", "b"))
+    swapped.runs.request.constant_floor = None
     monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
 
     def assert_none(found: RoundingGroups) -> None:
@@ -290,6 +291,9 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     monkeypatch.setattr(judgement, "taps_that_stand_out", lambda frame: "x adds far more.")
     assert rounding().stands_out == "x adds far more."
     assert rounding(named=("a",)).stands_out == ""
+    swapped.runs.request.constant_floor = 0.05
+    assert rounding().stands_out == ""
+    swapped.runs.request.constant_floor = None
     swapped.evidence = replace(swapped.evidence, outputs=[OUTPUT])
     assert rounding((0.3, 0.4)).stands_out == "x adds far more."
 
