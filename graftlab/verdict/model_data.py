@@ -80,7 +80,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     Without such a number, whole numbers may be computed ones. ``frame`` is in execution order.
     """
     found: dict[str, None] = {}
-    rows = records(without_data(frame))
+    rows = records(without_data(frame)[["name", "tags", "status", "dtype", "cast"]])
     rounds = [roundoff(coarser_dtype(row)) > 0 for row in rows]
     first = rounds.index(True) if any(rounds) else 0
     for place, row in enumerate(rows):
@@ -95,17 +95,15 @@ def inputs_of_later_calls(frame: pd.DataFrame) -> pd.Series[bool]:
     That is the loop between two calls of a model, or what comes between an encoder and its decoder. ``frame`` is in
     execution order.
     """
-    of_input = np.fromiter((kind_of(tags) == "input" for tags in frame["tags"]), bool, len(frame))
-    of_value = np.fromiter(
-        (kind_of(row["tags"]) is None and roundoff(coarser_dtype(row)) > 0 for row in records(frame)), bool, len(frame)
-    )
-    values = frame[of_value & frame["status"].isin(MEASURED)]
-    first = values.groupby(["step", "rank"])["order"].min()
-    after = [
-        order > first.get((step, rank), math.inf)
-        for step, rank, order in zip(frame["step"], frame["rank"], frame["order"], strict=True)
-    ]
-    return pd.Series(of_input & np.array(after, bool), index=frame.index)
+    first: dict[tuple[int, int], int] = {}
+    of_input = []
+    for row in records(frame[["step", "rank", "order", "tags", "status", "dtype", "cast"]]):
+        place, order, kind = (row["step"], row["rank"]), row["order"], kind_of(row["tags"])
+        of_input.append((kind == "input", place, order))
+        if kind is None and row["status"] in MEASURED and roundoff(coarser_dtype(row)) > 0:
+            first[place] = min(order, first.get(place, order))
+    later = [is_input and order > first.get(place, math.inf) for is_input, place, order in of_input]
+    return pd.Series(np.array(later, bool), index=frame.index)
 
 
 def computed_between_calls(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> set[str]:
