@@ -29,14 +29,11 @@ from graftlab.base.html import cell, table
 from graftlab.base.tags import own_tags
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run import Run, state_of
-from graftlab.control.session_plots import SessionPlots
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import source_of
 from graftlab.errors import GraftError, SessionError
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.plots import explorer
-from graftlab.plots.style import to_html
-from graftlab.plots.themes import STYLE, in_words
 from graftlab.rows import loading
 from graftlab.rows.rendering import written
 from graftlab.rows.schema import DIFFERENCES, Row
@@ -249,6 +246,11 @@ def _environment(session: SessionCore) -> str:
 
 def _pictures(session: SessionCore) -> str:
     """Heatmaps of the kept pairs; on request only, because they show values."""
+    # matplotlib takes a quarter of the time of importing torch, and most reports have no pictures.
+    from graftlab.control.session_plots import SessionPlots
+    from graftlab.plots.style import to_html
+    from graftlab.plots.themes import STYLE, in_words
+
     plot = SessionPlots(session)
     kept = {(str(tags["name"]), tuple(own_tags(tags).items())): None for tags in session.kept()}
     shown = []

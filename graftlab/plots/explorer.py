@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from graftlab.base.text import counted
 from graftlab.rows.schema import in_tables
 from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCRIPT = Path(__file__).with_suffix(".js")
 

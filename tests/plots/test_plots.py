@@ -1002,8 +1002,9 @@ def test_a_figure_shows_itself_in_a_notebook() -> None:
             "from graftlab import plots; import torch; plots.to_png(plots.histogram(*torch.ones(2, 9)))",
             "matplotlib.pyplot",
         ),
+        ("import graftlab.control.report, graftlab.comparison.functions, graftlab.comparison.scripts", "matplotlib"),
     ],
-    ids=["a rank does without matplotlib", "no figure imports pyplot"],
+    ids=["a rank does without matplotlib", "no figure imports pyplot", "a report without pictures"],
 )
 def test_unused_modules_are_not_imported(code: str, absent: str) -> None:
     script = f"{code}; import sys; assert {absent!r} not in sys.modules"
