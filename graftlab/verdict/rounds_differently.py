@@ -55,9 +55,11 @@ class RoundingGroups:
         """Whether the baseline's code at these groups brings the output at least halfway back."""
         return math.isnan(self.total) or self.restored <= self.total / 2
 
-    def sentences(self, in_float32: float | None = None) -> list[str]:
-        """A verdict's sentences on them; ``in_float32`` is the largest ratio of its runs in float32, if they name
-        nothing.
+    def sentences(self, in_float32: float | None = None, weights: Sequence[str] = ()) -> list[str]:
+        """A verdict's sentences on them.
+
+        ``in_float32`` is the largest ratio of its runs in float32, if they name nothing; ``weights`` are those of the
+        groups that already differ, in words.
         """
         look = _TO_LOOK if in_float32 is None else _LOOKED
         first = [f"{self.stands_out} {look}"] if self.stands_out else []
@@ -71,7 +73,9 @@ class RoundingGroups:
             f"of {' and '.join(self.dtypes)} taps always are."
         )
         how = f"{compute} in a different order or precision"
-        if in_float32 is None:
+        if weights:
+            why = f"That may be because of weights that already differ: {first_of(weights)}."
+        elif in_float32 is None:
             why = (
                 f"So {how}, or with a mistake that is smaller than one rounding. A run in float32 shows only the "
                 "mistake."

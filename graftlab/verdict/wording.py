@@ -236,7 +236,7 @@ def _conclusion(findings: Findings) -> list[str]:
         return [f"Nothing was compared: no tap was measured on both sides. {findings.pairing_advice or ADD_TAPS}."]
     computed = _computed(findings)
     if not computed:
-        lines = [*findings.rounding.sentences(findings.in_float32), _nothing_named(findings)]
+        lines = [*_rounding(findings), _nothing_named(findings)]
     else:
         lines = []
         sentences = _with_shared_origins(findings, _sentence_groups(frame, computed))
@@ -252,7 +252,7 @@ def _conclusion(findings: Findings) -> list[str]:
         if (shared := _may_share(findings, computed)) is not None:
             lines.append(shared)
     if computed:
-        lines += findings.rounding.sentences()
+        lines += _rounding(findings)
     if findings.following:
         lines.append(_following(findings.following))
     for output, causes in findings.causes.items():
@@ -261,6 +261,11 @@ def _conclusion(findings: Findings) -> list[str]:
         measured = " that was measured" if (findings.frame["label"] == "unmeasured").any() else ""
         lines.append(f"Everything else{measured} is inherited.")
     return lines
+
+
+def _rounding(findings: Findings) -> list[str]:
+    weights = [findings.weights[each] for group in findings.rounding.groups for each in _weights_of(findings, group)]
+    return findings.rounding.sentences(findings.in_float32, weights)
 
 
 _ENDINGS = {"culprit": "", "minor": ", without changing the output", "cancels": ", which others cancel"}

@@ -87,6 +87,9 @@ def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
         "so only the rounding differs: it computes in a different order or precision."
     )
     assert "In float32 the sides agree" in one.sentences(1.0)[0]
+    assert one.sentences(weights=["x.bias (rel_l2 0.01)"])[0].endswith(
+        "always are. That may be because of weights that already differ: x.bias (rel_l2 0.01)."
+    )
     many = RoundingGroups(tuple("abcdefgh"), 9, ("bfloat16",))
     assert many.sentences()[0].startswith("a, b, c, d, e, f and 2 more round differently: from equal inputs they are")
     assert len(many.sentences()) == 1

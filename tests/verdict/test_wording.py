@@ -59,6 +59,13 @@ def test_values_that_only_round_differently_agree_before_an_exception() -> None:
     assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
 
 
+def test_a_group_that_rounds_differently_is_shown_with_its_differing_weights() -> None:
+    frame = pd.DataFrame([tap("a", 0.0), tap("b", 1.0)]).assign(label=["clean", LABEL])
+    rounding = RoundingGroups(("b",), 1, ("bfloat16",))
+    found = Findings(frame, 5.0, 1, rounding=rounding, weights={"b.bias": "b.bias (rel_l2 0.01)", "c.bias": "c.bias"})
+    assert "because of weights that already differ: b.bias (rel_l2 0.01)." in text_of(found)
+
+
 @pytest.mark.parametrize(
     ("cast", "first", "advice"),
     [
