@@ -13,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import Contradiction, first_taps, odd_layouts, other_roles, uncovered
 from graftlab.matching.heads import odd_heads
-from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
+from graftlab.matching.names import last_role, layer_of, module_of, place_of, role_of, similarity
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
@@ -109,7 +109,8 @@ def _other_layers(pairs: Sequence[Pair], misplaced: Collection[str]) -> list[Con
     for pair in pairs:
         mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
         if mine is not None and theirs is not None and pair.target not in misplaced:
-            key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
+            # ``f1`` and ``f2`` of one layer are two weights.
+            key = (place_of(pair.baseline), place_of(pair.target), pair.layout.text)
             groups[key].append((theirs, mine, pair))
     problems = []
     every = [mine - theirs for group in groups.values() for theirs, mine, _ in group]

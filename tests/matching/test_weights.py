@@ -301,6 +301,17 @@ def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) ->
     assert "with its rows or columns in a different order" in match.notices[0]
 
 
+def test_two_weights_of_one_layer_are_not_layers_in_a_different_order() -> None:
+    # mlp.0 and mlp.2 are in one block, as f1 and f2 are: 0 and 2 are places in a Sequential.
+    baseline = {f"b{n}.mlp.{place}.bias": torch.randn(16) for n in range(2) for place in (0, 2)}
+    target = {
+        f"blks.{n}.f{1 + place // 2}.bias": baseline[f"b{n}.mlp.{place}.bias"] for n in range(2) for place in (0, 2)
+    }
+    match = gl.match_weights(baseline, target)
+    assert len(match.pairs) == 4
+    assert match.clean, match.problems
+
+
 # ---- what cannot be matched -----------------------------------------------------------------------------------------
 
 
