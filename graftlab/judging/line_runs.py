@@ -16,6 +16,7 @@ from graftlab.errors import RunError
 from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
+from graftlab.lines.operations import MOST_OPERATIONS
 from graftlab.lines.remedies import ChangeByOperation, Remedy, changes_of_grafts
 from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
 from graftlab.rows.schema import MEASURED
@@ -76,6 +77,8 @@ class _TracedCall:
     """Whether the first operation has a counterpart that does the same with different arguments."""
     raised: str = ""
     """The error of the first run that failed with a change for this call."""
+    cut_short: tuple[Side, ...] = ()
+    """The sides that run more operations before the tap than a trace records."""
 
     @property
     def grafted(self) -> LineGraft:
@@ -168,6 +171,7 @@ class LineSearch:
         if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
             remarks.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
         remarks += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
+        remarks += dict.fromkeys(_why_not_compared(call) for call in self._found_calls if call.cut_short)
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
             return remarks
@@ -314,6 +318,11 @@ class LineSearch:
             target = [each[place] for each in traced.target]
             found, others = _all_or_none(baseline), _all_or_none(target)
             if found is not None and others is not None:
+                by_side: tuple[tuple[Side, list[SliceTrace]], ...] = (("baseline", found), ("target", others))
+                call.cut_short = tuple(side for side, own in by_side if any(each.is_cut_short for each in own))
+                if call.cut_short:
+                    # Whatever the trace lacks would seem to be lost on the other side.
+                    continue
                 call.lost = first_lost(found, others, int(call.row["rank"]), call.tolerance)
                 known = {each.operation.index for each in call.kept}
                 new = [each for each in call.lost.target if not each.is_later and each.operation.index not in known]
@@ -500,6 +509,15 @@ def _all_or_none(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None
 def _reason_of(error: RunError) -> str:
     """The first line of each rank's failure."""
     return "; ".join(f"{rank}: {text.partition(chr(10))[0]}" for rank, text in error.failures.items()) or str(error)
+
+
+def _why_not_compared(call: _TracedCall) -> str:
+    """Why the operations of a call that were traced in part have no line."""
+    run = "both sides run" if len(call.cut_short) > 1 else f"the {call.cut_short[0]} runs"
+    return (
+        f"No line of source is named for {call.group}: {run} more operations before it than a trace records "
+        f"({MOST_OPERATIONS:,})."
+    )
 
 
 def _why_not_confirmed(call: _TracedCall) -> str:

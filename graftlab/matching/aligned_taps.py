@@ -54,10 +54,14 @@ class AlignedTaps:
         orders: dict[CallKey, list[tuple[int, RowOrder]]] = defaultdict(list)
         for number, order in enumerate(self.orders):
             orders[getattr(order, side)].append((number, order))
+        shapes = {tap.name: tap.shape for tap in self._real[side == "baseline"]}
         made: list[tuple[int, RecordedTap]] = []
         sources: dict[str, _Source] = {}
         for tap in taps:
             of_call = orders.get(call_of(tap.name), [])
+            if shapes.get(tap.name) == tap.shape:
+                # What a function returns or takes as a whole does not have the rows of one of its calls.
+                of_call = [(number, order) for number, order in of_call if math.prod(order.of) == math.prod(order.into)]
             # Where all of the target's rows are known, they keep their order.
             needed = [
                 (number, order) for number, order in of_call if side == "baseline" or bool((order.index < 0).any())

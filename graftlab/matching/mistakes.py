@@ -13,7 +13,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import Contradiction, first_taps, odd_layouts, other_roles, uncovered
 from graftlab.matching.heads import odd_heads
-from graftlab.matching.names import last_role, layer_of, module_of, pattern_of, role_of, similarity
+from graftlab.matching.names import last_role, layer_of, module_of, path_numbers_of, place_of, role_of, similarity
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
@@ -109,13 +109,19 @@ def _other_layers(pairs: Sequence[Pair], misplaced: Collection[str]) -> list[Con
     for pair in pairs:
         mine, theirs = layer_of(pair.baseline), layer_of(pair.target)
         if mine is not None and theirs is not None and pair.target not in misplaced:
-            key = (pattern_of(pair.baseline), pattern_of(pair.target), pair.layout.text)
+            # ``f1`` and ``f2`` of one layer are two weights.
+            key = (place_of(pair.baseline), place_of(pair.target), pair.layout.text)
             groups[key].append((theirs, mine, pair))
     problems = []
     every = [mine - theirs for group in groups.values() for theirs, mine, _ in group]
     for group in groups.values():
-        group.sort(key=lambda each: each[:2])
-        if all(one[1] < other[1] for one, other in itertools.pairwise(group)):
+        group.sort(key=lambda each: path_numbers_of(each[2].target))
+        places = [path_numbers_of(pair.baseline) for *_, pair in group]
+        if all(one < other for one, other in itertools.pairwise(places)):
+            continue
+        levels = {_levels(places), _levels([path_numbers_of(pair.target) for *_, pair in group])}
+        if len(levels - {0}) > 1:
+            # One side counts within its layers what the other counts through, in whatever order.
             continue
         shifts = Counter(mine - theirs for theirs, mine, _ in group)
         usual, count = shifts.most_common(1)[0]
@@ -134,6 +140,11 @@ def _other_layers(pairs: Sequence[Pair], misplaced: Collection[str]) -> list[Con
             elif mine - theirs != usual:
                 problems.append(Contradiction(pair.target, f"{text}; it should be layer {theirs + usual}, {where}"))
     return problems
+
+
+def _levels(places: Sequence[tuple[int, ...]]) -> int:
+    """How many of the numbers in a name count something."""
+    return sum(len(set(numbers)) > 1 for numbers in zip(*places, strict=True))
 
 
 def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:

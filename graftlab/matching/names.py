@@ -91,6 +91,11 @@ def layer_of(name: str) -> int | None:
     return int(found.group()) if found else None
 
 
+def path_numbers_of(name: str) -> tuple[int, ...]:
+    """All numbers that are parts of a name's path: of layers, and of what is counted within them."""
+    return tuple(int(number) for number in _PATH_NUMBER.findall(name))
+
+
 @lru_cache(maxsize=8192)
 def words_of(name: str) -> tuple[str, ...]:
     return tuple(_SYNONYMS.get(word.lower(), word.lower()) for word in _WORDS.findall(name))

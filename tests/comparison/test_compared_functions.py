@@ -265,3 +265,57 @@ def test_sides_in_different_calls_of_one_model_do_not_agree() -> None:
         assert "no computation is judged" in comparison.text
         assert comparison.answer == "differ"
         assert "The results of the two calls differ by 1" in comparison.text
+
+
+def running_mean(hidden: torch.Tensor, before: tuple[Any, int]) -> tuple[torch.Tensor, tuple[Any, int]]:
+    total = hidden.cumsum(1) + before[0]
+    count = torch.arange(1, hidden.shape[1] + 1)[:, None] + before[1]
+    return total / count, (total[:, -1:], before[1] + hidden.shape[1])
+
+
+def in_one_pass() -> nn.Module:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.enter, self.leave = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.mixers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for mixer in self.mixers:
+                x = x + mixer(running_mean(x, (0, 0))[0]).tanh()
+            return self.leave(x)
+
+    return Whole()
+
+
+def in_chunks(forgets: bool) -> nn.Module:
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = in_one_pass()
+            self.up, self.blocks, self.down = whole.enter, whole.mixers, whole.leave
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            states: list[tuple[Any, int]] = [(0, 0)] * 3
+            found = []
+            for chunk in x.split(4, 1):
+                for n, block in enumerate(self.blocks):
+                    chunk = self.up(chunk) if n == 0 else chunk
+                    mean, state = running_mean(chunk, states[n])
+                    states[n] = (0, 0) if forgets else state
+                    chunk = chunk + block(mean).tanh()
+                found.append(self.down(chunk))
+            return torch.cat(found, 1)
+
+    return Chunked()
+
+
+@pytest.mark.parametrize(("forgets", "answer"), [(False, "agree"), (True, "differ")])
+def test_a_mistake_in_a_later_chunk_differs_where_the_chunks_are_put_together(forgets: bool, answer: str) -> None:
+    comparison = gl.compare(in_one_pass, lambda: in_chunks(forgets), torch.randn(2, 12, 5))
+    with comparison.session:
+        assert comparison.answer == answer, comparison.text
+        assert comparison.named == (["output"] if forgets else [])
+        assert "rows in a different order" not in comparison.text

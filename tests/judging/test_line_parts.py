@@ -42,7 +42,7 @@ class Traced:
     """A traced run of one rank on each side, with the operations that lead to each call."""
 
     def __init__(self, *slices: tuple[int, ...]) -> None:
-        own = [SimpleNamespace(operations=[operation(index) for index in each]) for each in slices]
+        own = [SimpleNamespace(operations=[operation(index) for index in each], is_cut_short=False) for each in slices]
         self.target = self.baseline = [own]
         self.rows: Any = None
 
@@ -85,6 +85,19 @@ def test_a_call_that_a_rank_did_not_trace_is_not_compared(search: Any, monkeypat
     search._found_calls = [mine := call()]
     search._compare([mine], SimpleNamespace(target=[[None]], baseline=[[object()]]))
     assert mine.lost is None
+
+
+@pytest.mark.parametrize("cut", [("baseline",), ("target",), ("baseline", "target")])
+def test_a_call_that_a_trace_does_not_reach_is_not_compared(
+    cut: tuple[str, ...], search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every operation of the other side would be one that this side lacks.
+    monkeypatch.setattr(line_runs, "first_lost", lambda *_: pytest.fail("compared"))
+    search._found_calls = [mine := call()]
+    own = {side: [[SimpleNamespace(is_cut_short=side in cut)]] for side in ("baseline", "target")}
+    search._compare([mine], SimpleNamespace(**own))
+    assert mine.lost is None
+    assert mine.cut_short == cut
 
 
 @pytest.mark.parametrize(

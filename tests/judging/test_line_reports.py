@@ -439,3 +439,14 @@ def test_groups_that_agree_once_they_are_traced_have_no_line() -> None:
     assert [each[:28] for each in made.remarks] == ["Lines could not be confirmed"]
     made._found_calls.append(call("e", cure=SimpleNamespace(), lost=on_both()))
     assert made.remarks == []
+
+
+def test_groups_that_are_traced_in_part_have_no_line_and_the_reason_is_said() -> None:
+    made = search()
+    made._found_calls = [call("a", cut_short=("baseline",)), call("a", cut_short=("baseline",)), call("b")]
+    assert made.remarks == [
+        "No line of source is named for a: the baseline runs more operations before it than a trace records (50,000)."
+    ]
+    made._found_calls = [call("c", cut_short=("baseline", "target"))]
+    (said,) = made.remarks
+    assert said.startswith("No line of source is named for c: both sides run more operations before it")

@@ -493,3 +493,15 @@ def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
     steps = (Gather.of_rows((2, 9), range(18), (18,)), Rearrange("(a b) -> a b", (("b", 9),)))
     found = Pair("ids", "ids", Layout(steps), rel=0.0)
     assert taps.real(found).layout == Layout()
+
+
+def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
+    # A prefill in chunks: the first call has two of six tokens, and the function returns all of them.
+    order = RowOrder(((), 0), ((), 0), (2, 6), (2, 2), np.array([0, 1, 6, 7]), ("h", "h"))
+    whole, hidden = torch.randn(2, 6, 5), torch.randn(2, 6, 7)
+    sides = (
+        [RecordedTap.of("h", hidden), RecordedTap.of("output", whole)],
+        [RecordedTap.of("h", hidden[:, :2].contiguous()), RecordedTap.of("output", whole)],
+    )
+    mine, theirs = AlignedTaps([order], {"baseline": None, "target": None}).of(*sides)
+    assert [tap.shape for tap in mine] == [tap.shape for tap in theirs] == [(2, 2, 7), (2, 6, 5)]

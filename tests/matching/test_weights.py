@@ -301,6 +301,37 @@ def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) ->
     assert "with its rows or columns in a different order" in match.notices[0]
 
 
+def test_two_weights_of_one_layer_are_not_layers_in_a_different_order() -> None:
+    # mlp.0 and mlp.2 are in one block, as f1 and f2 are: 0 and 2 are places in a Sequential.
+    baseline = {f"b{n}.mlp.{place}.bias": torch.randn(16) for n in range(2) for place in (0, 2)}
+    target = {
+        f"blks.{n}.f{1 + place // 2}.bias": baseline[f"b{n}.mlp.{place}.bias"] for n in range(2) for place in (0, 2)
+    }
+    match = gl.match_weights(baseline, target)
+    assert len(match.pairs) == 4
+    assert match.clean, match.problems
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_layers_that_one_side_counts_within_others_are_not_in_a_different_order(outer: bool) -> None:
+    baseline = {f"res.{n}.{m}.weight": torch.randn(4, 4) for n in range(3) for m in range(2)}
+    target = {
+        f"blocks.{2 * n + m if outer else 3 * m + n}.weight": baseline[f"res.{n}.{m}.weight"]
+        for n in range(3)
+        for m in range(2)
+    }
+    match = gl.match_weights(baseline, dict(sorted(target.items())))
+    assert len(match.pairs) == 6
+    assert match.clean, match.problems
+
+
+def test_two_layers_are_swapped_although_one_side_has_a_number_that_counts_nothing() -> None:
+    baseline = {f"block.{n}.layer.1.weight": torch.randn(4, 4) for n in range(5)}
+    target = {f"ffn.{n}.weight": baseline[f"block.{(0, 2, 1, 3, 4)[n]}.layer.1.weight"] for n in range(5)}
+    problems = gl.match_weights(baseline, target).problems
+    assert [problem.partition(" ")[0] for problem in problems] == ["ffn.1.weight", "ffn.2.weight"]
+
+
 # ---- what cannot be matched -----------------------------------------------------------------------------------------
 
 
