@@ -205,8 +205,13 @@ class _WeightsOfModules:
         for (one, other), outputs in self._modules.items():
             if one not in ours or other not in theirs:
                 continue
-            for mine, tap in _with_one_role(ours[one], theirs[other]):
-                if outputs.whole == "target" and outputs.layout.leaves_out:
+            alike = list(_with_one_role(ours[one], theirs[other]))
+            is_part = outputs.whole == "target" and outputs.layout.leaves_out
+            # A convolution that contains a batch norm has the norm's output, but its bias is not the norm's.
+            if not is_part and any(mine.sketch.numel != tap.sketch.numel for mine, tap in alike):
+                continue
+            for mine, tap in alike:
+                if is_part:
                     self._add_part(mine, tap, other)
                 elif not self._matcher.has(mine.name, "baseline") and not self._matcher.has(tap.name, "target"):
                     self._add_whole(mine, tap, usual)

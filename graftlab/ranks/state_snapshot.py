@@ -90,7 +90,7 @@ class StateSnapshot:
             if self._weights or not isinstance(value, torch.nn.Parameter):
                 self._keep_tensor(value)
         elif isinstance(value, torch.nn.Module):
-            self._keep_module(value, depth)
+            self._keep_module(value)
         elif isinstance(value, torch.optim.Optimizer):
             # Hooks may be installed between the snapshot and its return.
             hooks = frozenset(name for name in vars(value) if name.endswith("_hooks"))
@@ -116,13 +116,11 @@ class StateSnapshot:
         for each in list(values):
             self._look_at(each, depth + 1)
 
-    def _keep_module(self, module: torch.nn.Module, depth: int) -> None:
-        self._keep_attributes(vars(module), _OF_TORCH, depth)
+    def _keep_module(self, module: torch.nn.Module) -> None:
+        # The nesting of modules has no limit, so each one counts its own levels, which include its children's dict.
+        self._keep_attributes(vars(module), _OF_TORCH, 0)
         for weight in module._parameters.values():
-            self._look_at(weight, depth)
-        # The nesting of modules has no limit.
-        for child in module._modules.values():
-            self._look_at(child, 0)
+            self._look_at(weight, 0)
 
     def _keep_attributes(self, attributes: MutableMapping[str, Any], left_out: frozenset[str], depth: int) -> None:
         kept = {name: value for name, value in attributes.items() if name not in left_out}
@@ -182,11 +180,9 @@ def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
                 yield path, value
         elif isinstance(value, torch.nn.Module):
             own = {name: each for name, each in vars(value).items() if name not in _OF_MODULES}
-            for name, each in {**own, **value._buffers}.items():
-                yield from of(each, f"{path}.{name}", depth + 1)
-            for name, child in value._modules.items():
-                # The nesting of modules has no limit.
-                yield from of(child, f"{path}.{name}", 0)
+            # The nesting of modules has no limit, so each one counts its own levels.
+            for name, each in {**own, **value._buffers, **value._modules}.items():
+                yield from of(each, f"{path}.{name}", 1)
         elif depth > _MAX_DEPTH or isinstance(value, type) or callable(value):
             return
         elif isinstance(value, dict):

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import is_data
 from graftlab.base.text import counted
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
@@ -35,12 +36,13 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
     roles = other_roles(pairs)
     names = {each.tap for each in roles}
-    by_rule = rows.loc[rows["matched_by"] == "rule", "target_name"] if len(rows) else ()
+    # Weights that are all ones or zeros, as a new norm's are, never match by value, and no part is read before them.
+    by_rule = {row["target_name"] for row in records(rows) if row["matched_by"] == "rule" and not is_data(row["tags"])}
     found = [
         *roles,
         *(each for each in odd_layouts(pairs, alone) if each.tap not in names),
         *other_parts(pairs),
-        *in_groups(pairs, {name for name in by_rule if name is not None}),
+        *in_groups(pairs, by_rule - {None}),
     ]
     contradictions = list(dict.fromkeys(each.text for each in found))
     contradictions += [

@@ -20,7 +20,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
-from graftlab.matching.row_orders import RowOrder
+from graftlab.matching.row_orders import RowOrder, row_orders
 from graftlab.matching.row_rules import _ways
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
@@ -458,6 +458,20 @@ def test_a_row_with_different_values_in_its_place_does_not_show_another_order() 
     found = match_once(recorded(packed([0, 1, 2])), recorded(with_first(last_token, packed([0, 1, 2]))))
     assert not found.notices
     assert not any("gather" in pair.layout.text or "rows" in pair.layout.text for pair in found.pairs)
+
+
+def test_rows_of_padding_that_are_equal_do_not_show_another_order() -> None:
+    """The second of three sequences differs. The first one's padding is equal up to rounding, which differs too."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 9, 8, generator=generator)
+    values[0, 6:] = values[0, 6] + 1e-6 * torch.randn(3, 8, generator=generator)
+    changed = values.clone()
+    changed[0, 6:8] = values[0, 7:]
+    changed[1] *= 1.3
+    taps = [[RecordedTap.of("embed", each)] for each in (values, changed)]
+    assert row_orders(*taps, {"baseline": None, "target": None}) == []
+    (order,) = row_orders(taps[0], [RecordedTap.of("embed", values[[2, 0, 1]])], {"baseline": None, "target": None})
+    assert order.text.startswith("27 rows of 3 x 9 are the rows of 3 x 9 in another order")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,17 @@ def test_weights_without_equal_values_follow_the_outputs_of_their_modules() -> N
     assert paired(with_weights(guess, weights(a_weight=drawn(4, 6)), weights(b_weight=drawn(4, 6, seed=1)))) == []
 
 
+def test_a_bias_is_not_paired_where_the_weight_beside_it_is_another_kind() -> None:
+    """The output of a convolution with a batch norm's factors in its weights is that of the norm."""
+    norm, folded = drawn(4), drawn(4, seed=1)
+    ours = weights(a_bias=norm, a_weight=drawn(4, seed=2))
+    theirs = weights(b_bias=folded, b_weight=drawn(4, seed=3))
+    found = with_weights(OUTPUTS, ours, theirs)
+    assert {pair.target.partition("[")[0] for pair in found.pairs} == {"b", "b.bias", "b.weight"}
+    theirs = weights(b_bias=folded, b_weight=drawn(4, 6, seed=3))
+    assert with_weights(OUTPUTS, ours, theirs).pairs == OUTPUTS.pairs
+
+
 def test_square_weights_lie_as_most_weights_of_the_model_do() -> None:
     others = {f"m{n}_weight": drawn(5, 7, seed=n) for n in range(3)}
     mine = weights(a_weight=drawn(6, 6), **others)

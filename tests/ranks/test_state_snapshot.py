@@ -63,12 +63,14 @@ def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:
     assert held[0].tolist() == [0.0]
 
 
-def test_submodules_are_covered_however_deeply_they_nest() -> None:
+@pytest.mark.parametrize("levels", range(10))
+def test_submodules_are_covered_however_deeply_they_nest(levels: int) -> None:
     model: nn.Module = nn.BatchNorm1d(2)
     norm = model
-    for _ in range(9):
+    for _ in range(levels):
         model = nn.Sequential(model)
     snapshot = StateSnapshot([model])
+    assert snapshot.written({"": model}, 1 << 20) == ({}, [])
     model(torch.randn(4, 2))
     snapshot.restore()
     assert (norm.num_batches_tracked, norm.running_mean.tolist()) == (0, [0.0, 0.0])

@@ -30,11 +30,12 @@ def split_from_fused(swapped: dict[str, str]) -> list[dict[str, Any]]:
 def rows_of(pairs: list[dict[str, Any]], shape: list[int] | None = None) -> pd.DataFrame:
     made = [
         Row(
-            *(0, 0, n, pair["target"], {}, "b2t", "target", 0, "compared", [0], shape),
+            *(0, 0, n, pair["target"], tags, "b2t", "target", 0, "compared", [0], shape),
             target_name=pair["target"],
             matched_by=pair.get("matched_by", "near"),
         )
         for n, pair in enumerate(pairs)
+        for tags in ({"kind": "param"} if pair["target"].endswith(".weight") else {},)
     ]
     return to_frame(made)
 
@@ -80,6 +81,9 @@ def test_parts_by_groups_of_heads_are_reported_where_their_layer_does_not_match(
     assert said_of(pairs) == []
     (said,) = said_of([{**pair, "matched_by": "rule"} if pair["target"] == "l.1.out" else pair for pair in pairs])
     assert "l.1.q is taken out of h.1.qkv by groups of heads" in said
+    # A new norm's weight is all ones and so matches none by value, which does not show how the heads were read.
+    norms = [{"baseline": f"h.{n}.weight", "target": f"l.{n}.weight", "matched_by": "rule"} for n in range(3)]
+    assert said_of([*pairs, *norms]) == []
 
 
 def test_the_part_that_pairs_leave_out_of_a_tap_is_named_once_for_all_layers() -> None:
