@@ -90,7 +90,7 @@ def hold_call(fault: str, start: int) -> None:
     me = gl.here()
     wrong = fault if me is not None and me.side == "target" else ""
     calls.clear()
-    torch.manual_seed(start if wrong == "unseeded" else 0)
+    torch.manual_seed(start if me is not None and fault == f"unseeded {me.side}" else 0)
     model = nn.Sequential()
     model.add_module("first", nn.Linear(8, 16))
     model.add_module("norm", nn.LayerNorm(16, eps=1e-2 if wrong == "eps" else 1e-5))
@@ -145,13 +145,15 @@ def test_a_mistake_is_named_where_each_run_begins_anew(session: gl.Session) -> N
     assert compared.starts < 25
 
 
-def test_a_side_that_differs_between_two_starts_is_named_with_its_first_tap(session: gl.Session) -> None:
-    compared = judged(session, "unseeded")
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_side_that_differs_between_two_starts_is_named_with_its_first_tap(session: gl.Session, side: str) -> None:
+    compared = judged(session, f"unseeded {side}")
     assert (compared.answer, compared.starts) == ("inconclusive", 2)
     text = (
-        "The target does not repeat itself: started twice, it shows different values in call 1 of Sequential, first at "
+        f"The {side} does not repeat itself: started twice, it shows different values in call 1 of Sequential, first "
+        "at input"
     )
-    assert compared.text.startswith(text + "input")
+    assert compared.text.startswith(text)
     assert "torch.manual_seed(0)" in compared.text
 
 

@@ -21,6 +21,7 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.base import shipping
 from graftlab.base.world import Place
+from graftlab.control import closing
 from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
 from graftlab.control.core import SessionCore
@@ -621,3 +622,21 @@ def test_the_plans_that_were_published_are_a_list_of_the_callers_own() -> None:
     assert [len(seen), len(plans.all())] == [1, 2]
     seen.clear()
     assert plans.newest.b2t == "False"
+
+
+def test_every_session_is_closed_at_exit_although_each_leaves_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing, "_open", set())
+    closed: list[Any] = []
+
+    class Open:
+        ranks: tuple[Any, ...] = ()
+
+        def close(self) -> None:
+            closed.append(self)
+            closing.forget(self)
+
+    sessions = [Open(), Open(), Open()]
+    for each in sessions:
+        closing.close_at_exit(each)
+    closing._close_all()
+    assert len(closed) == len(set(closed)) == 3

@@ -576,6 +576,13 @@ def test_token_sizes_without_room_are_refused(runner: Any) -> None:
         Engine(model(), runner=partial(runner, registry=registry, token_sizes=[4, 17]))
 
 
+@pytest.mark.parametrize("runner", [PrefillGraphRunner, BreakableGraphRunner])
+def test_a_given_registry_has_room_for_the_tokens_of_each_request(runner: Any) -> None:
+    registry = build_prefill_registry("cpu", 8, 16)
+    Engine(model(), runner=partial(runner, registry=registry, token_sizes=[4]))
+    assert registry.has_slot("extend_lens_cpu")
+
+
 @pytest.mark.slow
 def test_runners_over_tokens_share_a_registry() -> None:
     registry = build_prefill_registry("cpu", 8, 64)

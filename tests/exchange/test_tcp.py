@@ -638,3 +638,16 @@ def test_a_status_older_than_the_last_tensor_sent_proves_no_wait() -> None:
         wait_until(waits_for_sender, "newer word of the wait")
         sender.publish(key("later"), 2.0)
         assert [each.tensor.item() for each in waiting.result(DEADLINE).contributions] == [2.0]
+
+
+def test_a_socket_that_is_closed_closes_all_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, close, closed = make_post(0), os.close, list[int]()
+    held = {router._wake, router._strangers._nothing, router._strangers._spare}
+
+    def note(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", note)
+    router.close()
+    assert held <= set(closed)

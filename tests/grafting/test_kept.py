@@ -215,6 +215,17 @@ def test_dropped_pair_is_reported_with_the_reason() -> None:
         kept.find("x", {"layer": 0})
 
 
+def test_of_several_dropped_pairs_of_a_tap_the_newest_is_reported() -> None:
+    kept = KeptPairs(2 * MIB)
+    for step in (3, 4):
+        keep_number(kept, step, MIB, layer=0, step=step)
+    for layer in (1, 2):
+        keep_number(kept, layer, MIB, layer=layer, step=5)
+    with pytest.raises(SessionError, match="x layer=0 at step 4 is no longer kept"):
+        kept.find("x", {"layer": 0})
+    assert [tags["step"] for tags in kept.missing()] == [4]
+
+
 def test_failed_transform_is_reported_after_its_input_was_dropped() -> None:
     kept = KeptPairs(2 * MIB)
     kept.add(the_input(torch.zeros(MIB // 8), torch.zeros(MIB // 8), layer=0, step=5), None)

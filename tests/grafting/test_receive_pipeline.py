@@ -434,3 +434,16 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
     made = call(torch.ones(2, 2), Action("b2t", transform=0))._replace(pairing=pairing)
     result = Receiver(sees).pipeline.take(made, None, receipt(torch.ones(2, 2)))
     assert (result.status, result.error) == ("compared", None)
+
+
+@pytest.mark.parametrize(("by_pair", "known_as"), [(True, "b.x"), (False, "old.x")])
+def test_a_senders_own_name_replaces_a_renamed_one_and_not_that_of_a_pair(by_pair: bool, known_as: str) -> None:
+    rename: Any = {"baseline": {r"^old\.": "t."}}
+    plan = GraftPlan(rename=rename, pairs=[("b.x", "t.x", "same")] if by_pair else [])
+    (pairing,) = plan.pairings("target", "t.x", {})
+    made = call(torch.ones(2))._replace(pairing=pairing)
+    came = Receipt([Contribution(0, torch.ones(2), SentExtras(None, name="old.x"))])
+    told, result = Receiver().pipeline.take_named(made, None, came, None, None, None)
+    assert result.status == "compared"
+    row = row_of(told, result, 0.0)
+    assert (row.baseline_name, row.target_name) == (known_as, "t.x")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graftlab.config import GraftConfig
+from graftlab.jobs import attach
 from graftlab.jobs.job_log import nothing_measured, unmatched_filters
 
 TAPS = [
@@ -72,3 +76,17 @@ def test_no_filter_warning_under_a_notebooks_plan_or_without_taps() -> None:
     assert len(unmatched_filters(config, config.plan(), TAPS)) == 1
     assert unmatched_filters(config, config.plan().edit(b2t="name == 'out'"), TAPS) == []
     assert unmatched_filters(config, config.plan(), []) == []
+
+
+@pytest.mark.parametrize(
+    ("forked", "parent", "warns"), [(0, None, True), (1, None, False), (0, "a process of multiprocessing", False)]
+)
+def test_only_the_process_that_was_to_join_warns_that_it_never_did(
+    forked: int, parent: object, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(attach, "warn_never_joined", warned.append)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    attach._warn_at_exit(os.getpid() - forked)
+    assert warned == ["train.py"] * warns

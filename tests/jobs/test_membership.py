@@ -287,3 +287,12 @@ def test_a_membership_that_ends_leaves_no_memory_open(tmp_path: Path) -> None:
     assert descriptors() - before
     jobs.close()
     assert descriptors() <= before
+
+
+def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Path) -> None:
+    rank = AttachedRankHandle(Place("target", 0, 1, 1), tmp_path)
+    assert rank.status().state == "starting"
+    rank.assign_process(1000, DeviceAssignment("cpu", "none"))
+    assert rank.status().state == "idle"
+    rank.renew()
+    rank.close_rank_ends()

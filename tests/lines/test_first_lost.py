@@ -211,6 +211,17 @@ def test_summands_that_no_rank_sums_are_named_with_the_line_that_makes_them() ->
     assert [(each.operation.name, each.lacks_sum) for each in found.target] == [("div", False)]
 
 
+def test_copies_on_all_ranks_are_no_summands_of_a_value_that_they_add_up_to() -> None:
+    def halved(x: Tensor) -> Tensor:
+        h = F.linear(x, WEIGHT).relu() @ WEIGHT
+        half = h / 2
+        return half.tanh()
+
+    whole = trace(lambda x: (F.linear(x, WEIGHT).relu() @ WEIGHT).tanh(), Q)
+    found = first_lost([whole], [trace(halved, Q)] * 2, 1)
+    assert sources(found.target)[0] == "half = h / 2"
+
+
 def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() -> None:
     def scaled(factor: float) -> Callable[[Tensor], Tensor]:
         def scale(x: Tensor) -> Tensor:

@@ -231,3 +231,22 @@ def test_an_idle_operation_is_replaced_only_if_its_line_makes_its_arguments() ->
 def test_an_operation_with_different_arguments_on_both_sides_is_lacking_on_neither() -> None:
     # Hidden in both ways, the values are those of the baseline.
     assert not [each for each in remedies(hidden(2), hidden(4)) if each.is_one_sided]
+
+
+def test_the_value_that_the_baseline_reads_there_is_tried_first() -> None:
+    def plain(x: Tensor) -> Tensor:
+        z = (x @ WEIGHT).tanh()
+        return z.cumsum(0)
+
+    def gated(x: Tensor) -> Tensor:
+        z = (x @ WEIGHT).tanh()
+        z = torch.lerp(x, z, 0.25)
+        return z.cumsum(0)
+
+    def gated_other_way(x: Tensor) -> Tensor:
+        z = (x @ WEIGHT).tanh()
+        z = torch.lerp(z, x, 0.25)
+        return z.cumsum(0)
+
+    for target in (gated, gated_other_way):
+        assert cures(remedies(plain, target)[0], plain, target)

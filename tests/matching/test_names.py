@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import graftlab as gl
+from graftlab.matching.names import role_of
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,24 @@ def test_constants_are_paired_by_their_names(pairs: dict[str, str], turned: bool
     found = {pair.baseline: pair.target for pair in match.pairs if pair.baseline != "head.weight"}
     assert found == pairs
     assert all("matched by name" in pair.note for pair in match.pairs if pair.baseline != "head.weight")
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp"),
+    [
+        ("input_layernorm", "post_attention_layernorm"),
+        ("attention_norm", "ffn_norm"),
+        ("ln_1", "ln_2"),
+        ("layernorm_before", "layernorm_after"),
+        ("attention.output.LayerNorm", "output.LayerNorm"),
+        ("self_attn_layer_norm", "final_layer_norm"),
+        ("sa_layer_norm", "output_layer_norm"),
+    ],
+)
+def test_the_two_norms_of_a_block_are_known_by_their_customary_names(attention: str, mlp: str) -> None:
+    names = [f"layer.0.{each}.weight" for each in (attention, mlp)]
+    assert [role_of(each.lower()) for each in names] == [role_of("h.0.norm1.weight"), role_of("h.0.norm2.weight")]
+    assert None not in map(role_of, map(str.lower, names))
 
 
 def test_constants_of_different_values_or_shapes_are_not_partners() -> None:

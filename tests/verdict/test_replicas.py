@@ -160,6 +160,11 @@ def test_ranks_without_a_finite_number_are_not_reported_to_agree() -> None:
     assert text_of_check(check([], []), []).startswith("Nothing was compared: no tap was reached on every rank.")
 
 
+def test_a_tensor_without_elements_is_not_reported_to_lack_finite_numbers() -> None:
+    empty = check(*[[sketch("x", NUMBERS[0] * 0, shape=(0, 8))]] * 2)
+    assert "finite" not in text_of_check(empty, [])
+
+
 def test_values_as_large_as_a_copy_are_not_parts_even_beside_a_larger_copy() -> None:
     known = [sketch("whole", NUMBERS[0], (8, 8)), sketch("small", NUMBERS[1], (4, 8))]
     ranks = [[*known, sketch("part", NUMBERS[2] + 0.05 * NUMBERS[3 + rank], (4, 8))] for rank in range(2)]
