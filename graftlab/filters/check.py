@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 
 from graftlab.base.sources import parse_expression
@@ -40,13 +40,14 @@ class FilterCheck:
         except FilterError as fault:
             self.fault = fault
 
-    def catch_up(self, taps: Sequence[Tags]) -> None:
-        """Test the taps that are new since the last call, up to :data:`TAP_LIMIT`."""
+    def catch_up(self, taps: Sequence[Tags], among: Iterable[int] | None = None) -> None:
+        """Test the taps that are new since the last call, up to :data:`TAP_LIMIT`; with ``among`` only those."""
         stop = min(len(taps), TAP_LIMIT)
         if self.filter is not None:
             matches = self.filter.matches
             try:
-                self.hits += [index for index in range(self._tested, stop) if matches(taps[index])]
+                new = range(self._tested, stop) if among is None else among
+                self.hits += [index for index in new if matches(taps[index])]
             except FilterError as fault:
                 self.fault, self.filter, self.hits = fault, None, []
         self._tested = stop

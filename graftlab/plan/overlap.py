@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graftlab.base.tags import PLACE_TAGS, RESERVED_TAGS
-from graftlab.errors import FilterError, GraftOverlapError
-from graftlab.filters.check import TAP_LIMIT
-from graftlab.filters.expressions import Filter, compile_filter
+from graftlab.base.tags import RESERVED_TAGS
+from graftlab.errors import GraftOverlapError
+from graftlab.filters.check import FilterCheck, matched_by_both
+from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import GraftPlan
 
 _NAMED = 5
@@ -18,19 +18,22 @@ def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> Non
 
     A tap that has not been seen raises on the rank that reaches it.
     """
-    texts = plan.b2t or "", plan.t2b or ""
-    if not all(map(str.strip, texts)):
+    texts = {"b2t": plan.b2t or "", "t2b": plan.t2b or ""}
+    if not all(map(str.strip, texts.values())):
         return
-    b2t, t2b = map(compile_filter, texts)
-    both = _matched_by_both(b2t, t2b, taps[:TAP_LIMIT])
+    checks = {name: FilterCheck(text) for name, text in texts.items()}
+    # A verdict grafts most taps from the baseline and few from the target.
+    checks["t2b"].catch_up(taps)
+    checks["b2t"].catch_up(taps, among=checks["t2b"].hits)
+    both = matched_by_both(checks)
     if not both:
-        if _matches_everything(b2t) and _matches_everything(t2b):
+        if _matches_everything(plan.b2t) and _matches_everything(plan.t2b):
             raise GraftOverlapError(
                 f"both b2t ({plan.b2t!r}) and t2b ({plan.t2b!r}) match every tap; a tap is grafted one way, so narrow "
                 "one of the two filters. The plan in force stays"
             )
         return
-    named = [_label(tags) for tags in both[:_NAMED]]
+    named = [_label(taps[index]) for index in list(both)[:_NAMED]]
     others = f" and {len(both) - _NAMED} others" if len(both) > _NAMED else ""
     raise GraftOverlapError(
         f"both b2t ({plan.b2t!r}) and t2b ({plan.t2b!r}) match {', '.join(named)}{others}; a tap is grafted one way, "
@@ -38,19 +41,8 @@ def refuse_overlap(plan: GraftPlan, taps: Sequence[Mapping[str, object]]) -> Non
     )
 
 
-def _matched_by_both(b2t: Filter, t2b: Filter, taps: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The taps that both match; none if one uses the step, the side or the rank, which are those of a first call."""
-    if (b2t.names | t2b.names) & PLACE_TAGS:
-        return []
-    try:
-        # A verdict grafts most taps from the baseline and few from the target, so that t2b decides most of them alone.
-        return [tags for tags in taps if t2b.matches(tags) and b2t.matches(tags)]
-    except FilterError:
-        # The rank that reaches such a tap reports it.
-        return []
-
-
-def _matches_everything(filter_: Filter) -> bool:
+def _matches_everything(text: str | None) -> bool:
+    filter_ = compile_filter(text)
     return not filter_.names and filter_.matches({})
 
 
