@@ -366,6 +366,14 @@ def test_a_dump_is_a_recording_in_its_own_order(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(recording)).world_size == 2
 
 
+def test_ranks_without_dumps_are_missed_although_a_file_states_no_number_of_ranks(tmp_path: Path) -> None:
+    dump(tmp_path, torch.ones(2), step=5, rank=0, dump_index=1, name="a")
+    last = tmp_path / "step=5___rank=0___dump_index=9___name=b.pt"
+    torch.save({"value": torch.ones(2), "meta": {"step": 5, "rank": 0, "dump_index": 9, "name": "b"}}, last)
+    with pytest.raises(gl.RecordingError, match="of a job of 2 ranks, but only ranks up to 0 have dumps"):
+        gl.Recording.open(tmp_path)
+
+
 def test_a_dump_knows_how_its_ranks_were_arranged(tmp_path: Path) -> None:
     for rank in range(4):
         info = {"tp_rank": rank % 2, "tp_size": 2, "cp_rank": rank // 2, "cp_size": 2, "pp_rank": 0, "pp_size": 1}

@@ -144,6 +144,18 @@ def test_the_results_have_the_names_of_the_statistics(monkeypatch: pytest.Monkey
 # -- what is around it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64],
+    ids=str,
+)
+def test_each_integer_dtype_is_read_with_its_whole_range(dtype: torch.dtype) -> None:
+    lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    stats = measure(torch.tensor([lowest, highest], dtype=dtype), torch.tensor([highest, lowest], dtype=dtype))
+    assert (stats.min_baseline, stats.max_baseline) == (float(lowest), float(highest))
+    assert (stats.min_target, stats.max_target) == (float(lowest), float(highest))
+
+
 def test_flush_to_zero_mode_is_preserved_and_does_not_matter() -> None:
     tiny = torch.finfo(torch.float64).tiny
     x, y = random((3 << 16,), torch.float64, 0) * tiny / 8, random((3 << 16,), torch.float64, 1) * tiny / 8

@@ -841,3 +841,14 @@ def test_tags_get_their_rows_step_and_neighbours_share_them(first: int) -> None:
         # So that a million rows are not a million dicts.
         assert made[0] is made[1]
     assert tags[first].tags == {"a": first, "step": None}
+
+
+def test_a_folder_that_was_refused_for_its_rows_can_be_continued_at_once(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=0))])
+    store.close()
+    # The exception keeps the refused store alive, as a notebook does.
+    with pytest.raises(gl.SessionError, match="pass append=True") as kept:
+        RowStore(tmp_path)
+    RowStore(tmp_path, append=True).close()
+    assert kept.value is not None

@@ -220,6 +220,23 @@ def test_what_is_summed_over_ranks_is_left_out_until_it_is_summed(recorder: Reco
     assert names_of(recorder, Calls(function), X) == ["function.before", "function.whole"]
 
 
+def test_a_decorated_forward_has_the_names_of_a_plain_one(recorder: Recorder) -> None:
+    class Decorated(nn.Module):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2
+            tripled = doubled + x
+            return tripled
+
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2
+            tripled = doubled + x
+            return tripled
+
+    assert names_of(recorder, Decorated(), X) == names_of(recorder, Plain(), X) == ["doubled", "tripled"]
+
+
 def test_code_of_a_notebook_cell_has_names(recorder: Recorder) -> None:
     cell = run_cell(
         """

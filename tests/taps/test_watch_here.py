@@ -12,7 +12,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.taps import calls
-from graftlab.taps.module_inputs import _watched
+from graftlab.taps.module_inputs import ModuleInputs, _watched
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -108,6 +108,18 @@ def test_modules_are_known_as_long_as_they_are_watched(recorder: Recorder) -> No
         assert [(each.name, each.inside) for each in _watched[model]] == [("m.output", "m.")]
     assert model not in _watched
     assert model[0] not in _watched
+
+
+def test_inputs_are_no_longer_tapped_once_their_run_has_ended(recorder: Recorder) -> None:
+    before, after = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
+    x = torch.ones(2)
+    with ModuleInputs(["0"], ["0"]), gl.watch(before):
+        before(x)
+    assert "0.in module_input" in recorder.names
+    recorder.shown.clear()
+    with gl.watch(after):
+        after(x)
+    assert recorder.names == ["0", "output"]
 
 
 def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> None:
