@@ -7,7 +7,9 @@ record is then the effect of rounding before it. All of this happens on the rank
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +32,9 @@ from graftlab.taps.calls import TapHandler, ambient
 from graftlab.taps.routing import handled_by
 
 Call = Callable[[], Any]
+
+_OF_RESULTS = re.compile(r"(.*\.)?output([.\[].*)?")
+"""The names of taps at what a model returns, and at its parts."""
 
 
 class AddedRounding(NamedTuple):
@@ -107,6 +112,9 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
+    # Moving a result shows no rounding before it, as in a function of tokens that has no other taps.
+    if exact is None and _only_results_move(record):
+        exact = partial(_in_float64, call) if _agrees_in_float64(call, result) else None
     # First, because a tensor that is moved in place may be an argument, and would stay moved.
     if exact is not None:
         twin = SelfGrafter(record.taps, dtype_of, moves=False)
@@ -122,6 +130,27 @@ def graft_self(
     note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
     return found
+
+
+def _only_results_move(record: SelfGraftRecorder) -> bool:
+    """Whether all taps of floating-point numbers show what a model or a function returns."""
+    names = [name for (name, *_), each in record.taps.items() if each.is_floating]
+    return bool(names) and all(map(_OF_RESULTS.fullmatch, names))
+
+
+def _in_float64(call: Call) -> Any:
+    with in_float64():
+        return call()
+
+
+def _agrees_in_float64(call: Call, result: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a call runs in float64 and makes the same choices, of tokens for example, so that only rounding differs.
+
+    Otherwise its distance would excuse mistakes.
+    """
+    with contextlib.suppress(Exception):
+        return not changed_results(result, _run(partial(_in_float64, call), SelfGraftRecorder(0)))
+    return False
 
 
 def note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
@@ -218,6 +247,7 @@ class TapRecord:
     def __init__(self, place: CallKey, tags: dict[str, Any], value: torch.Tensor | SpilledTensor) -> None:
         self.place = place
         self.tags = tags
+        self.is_floating = value.dtype.is_floating_point
         self._value = value
 
     @property

@@ -212,10 +212,27 @@ def _seed() -> None:
 
 
 def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
-    """Call once, and return the models called outermost, by the prefix of their taps' names.
+    """Call, and return the models called outermost in each call, by the prefix of their taps' names.
 
     The second result is whether the call reaches taps itself. The call leaves ``state`` and the models unchanged.
     """
+    models, has_taps = _models_of_one_call(call, state)
+    if models:
+        # The next call would not reach the taps of a model that each call makes anew.
+        again = {id(model) for model in _models_of_one_call(call, state)[0]}
+        models = [model for model in models if id(model) in again]
+    if len(models) < 2:
+        return ({"": models[0]} if models else {}), has_taps
+    kinds = [type(model).__name__ for model in models]
+    named = {
+        f"{kind}{f'[{kinds[:place].count(kind)}]' if kinds.count(kind) > 1 else ''}.": model
+        for place, (kind, model) in enumerate(zip(kinds, models, strict=True))
+    }
+    return named, has_taps
+
+
+def _models_of_one_call(call: Callable[[], Any], state: Any) -> tuple[list[torch.nn.Module], bool]:
+    """Call once, and return the models called outermost, and whether the call reaches taps itself."""
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]
 
@@ -230,13 +247,4 @@ def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch
         call()
     for each in reversed(before):
         each.restore()
-    models = list(found.values())
-    has_taps = bool(taps.reached)
-    if len(models) < 2:
-        return ({"": models[0]} if models else {}), has_taps
-    kinds = [type(model).__name__ for model in models]
-    named = {
-        f"{kind}{f'[{kinds[:place].count(kind)}]' if kinds.count(kind) > 1 else ''}.": model
-        for place, (kind, model) in enumerate(zip(kinds, models, strict=True))
-    }
-    return named, has_taps
+    return list(found.values()), bool(taps.reached)

@@ -236,6 +236,24 @@ def test_a_twins_distance_is_measured_from_the_record() -> None:
     assert by_name(found.exact)["y"].rel_l2 == 0.0
 
 
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_function_of_whole_numbers_is_measured_in_float64_unless_its_choices_turn(chooses: bool) -> None:
+    """Only its result moves, which shows none of the rounding before it."""
+
+    def generate() -> Any:
+        x = gl.tap("tokens", torch.arange(64)) / 7
+        for _ in range(200):
+            x = (x * 1.7).sin() + x / 3
+        # A near tie: float32 rounds both numbers alike, and float64 does not.
+        tie = (torch.tensor([1.0, 1.0]) + torch.tensor([0.0, 1.0]) * 1e-9).argmax() if chooses else torch.tensor(0)
+        return gl.tap("output[0]", x), gl.tap("output[1]", tie)
+
+    found = graft(generate)
+    assert [each.name for each in found.exact if each.rel_l2] == ([] if chooses else ["output[0]"])
+    # A tap in between moves, and shows the rounding.
+    assert not graft(lambda: (generate(), gl.tap("h", torch.ones(2)))).exact
+
+
 def test_the_last_record_of_a_group_is_returned() -> None:
     found = graft(chain, keep=["layers.*.x"])
     assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)

@@ -90,6 +90,17 @@ def test_a_function_without_models_has_taps_at_its_inputs_and_its_result() -> No
     assert torch.equal(found.plain[""], 2 * X)
 
 
+def test_a_model_that_each_call_makes_anew_leaves_taps_at_inputs_and_result() -> None:
+    def anew(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        result: torch.Tensor = nn.Linear(2, 2)(x)
+        return result
+
+    found = held(anew)
+    assert found.model == "anew"
+    assert "output" in found.taps
+
+
 def test_a_function_that_taps_by_itself_is_held_as_it_is() -> None:
     def tapped(x: torch.Tensor) -> torch.Tensor:
         return gl.tap("mine", x * 2)
