@@ -6,10 +6,12 @@ The notebook sends the functions of this module to ranks by their names.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import random
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -214,7 +216,8 @@ def _seed() -> None:
 def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch.nn.Module], bool]:
     """Call once, and return the models called outermost, by the prefix of their taps' names.
 
-    The second result is whether the call reaches taps itself. The call leaves ``state`` and the models unchanged.
+    Models that the call itself makes are left out: another call makes others. The second result is whether the call
+    reaches taps itself. The call leaves ``state`` and the models unchanged.
     """
     found: dict[int, torch.nn.Module] = {}
     before = [StateSnapshot([state])]
@@ -230,7 +233,11 @@ def _models_called(call: Callable[[], Any], state: Any) -> tuple[dict[str, torch
         call()
     for each in reversed(before):
         each.restore()
-    models = list(found.values())
+    called = [weakref.ref(each) for each in found.values()]
+    found.clear()
+    before.clear()
+    gc.collect()
+    models = [model for each in called if (model := each()) is not None]
     has_taps = bool(taps.reached)
     if len(models) < 2:
         return ({"": models[0]} if models else {}), has_taps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,16 +78,23 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     """The taps of the model's inputs: those of kind ``input``, and integers before all computation.
 
     Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
-    Without such a number, whole numbers may be computed ones. ``frame`` is in execution order.
+    Without such a number, whole numbers may be computed ones, as those that a model returns are. ``frame`` is in
+    execution order.
     """
     found: dict[str, None] = {}
     rows = records(without_data(frame))
     rounds = [roundoff(coarser_dtype(row)) > 0 for row in rows]
     first = rounds.index(True) if any(rounds) else 0
     for place, row in enumerate(rows):
-        if kind_of(row["tags"]) == "input" or (place < first and row["status"] in MEASURED):
+        is_early = place < first and row["status"] in MEASURED and not _is_returned(row["name"])
+        if kind_of(row["tags"]) == "input" or is_early:
             found[row["name"]] = None
     return list(found)
+
+
+def _is_returned(name: str) -> bool:
+    """Whether a tap is the output of a model, or a part of it."""
+    return re.match(r"output(?![^.\[])", name) is not None
 
 
 def inputs_of_later_calls(frame: pd.DataFrame) -> pd.Series[bool]:

@@ -90,6 +90,16 @@ def test_a_function_without_models_has_taps_at_its_inputs_and_its_result() -> No
     assert torch.equal(found.plain[""], 2 * X)
 
 
+def test_models_made_in_each_call_leave_the_taps_to_the_function() -> None:
+    # The next call does not call the models that were seen.
+    def score(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return nn.Linear(2, 2)(x)
+
+    found = held(lambda: score)
+    assert set(found.taps) == {"input.[0]", "output"}
+
+
 def test_a_function_that_taps_by_itself_is_held_as_it_is() -> None:
     def tapped(x: torch.Tensor) -> torch.Tensor:
         return gl.tap("mine", x * 2)
