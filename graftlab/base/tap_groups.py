@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _NUMBER = re.compile(r"\d+")
+# Where a function calls several models, a model's taps begin with its name. A module inside may be named output, too.
+_OUTPUT = re.compile(r"([^.]+\.)?output([.\[].*)?")
 KINDS = ("input", "grad", "param_grad", "optimizer", "param")
 """The values of the tag ``kind`` that form separate groups. Any other tap shows a value of the forward pass."""
 
@@ -24,6 +26,15 @@ def kind_of(tags: Mapping[str, Any] | None) -> str | None:
     """Return the kind of a tap with these tags; None for a value of the forward pass."""
     kind = tags.get("kind") if tags else None
     return kind if kind in KINDS else None
+
+
+def is_output(name: str) -> bool:
+    """Whether a tap with this name shows what a watched model or function returns, or a part of it.
+
+    >>> is_output("output"), is_output("Encoder.output[1]"), is_output("layer.0.output.dense")
+    (True, True, False)
+    """
+    return _OUTPUT.fullmatch(name) is not None
 
 
 def group_of(name: str, tags: Mapping[str, Any] | None = None) -> str:

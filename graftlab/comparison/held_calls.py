@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from graftlab.base.tap_groups import kind_of, kind_of_group
+from graftlab.base.tap_groups import is_output, kind_of, kind_of_group
 from graftlab.base.tensor_bytes import as_bytes, real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
@@ -451,8 +451,7 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
 
 def _shows_output(findings: Findings) -> bool:
     """Whether a model's output, the tap of this name, was compared."""
-    names = findings.frame["name"]
-    return bool(names.str.match(r"(.*\.)?output\b").any())
+    return any(map(is_output, findings.frame["name"]))
 
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:

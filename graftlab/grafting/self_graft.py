@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from graftlab.base.tags import identity, plain
-from graftlab.base.tap_groups import group_of, is_data
+from graftlab.base.tap_groups import group_of, is_data, is_output
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, roundoff
@@ -32,9 +31,6 @@ from graftlab.taps.calls import TapHandler, ambient
 from graftlab.taps.routing import handled_by
 
 Call = Callable[[], Any]
-
-_OF_RESULTS = re.compile(r"(.*\.)?output([.\[].*)?")
-"""The names of taps at what a model returns, and at its parts."""
 
 
 class AddedRounding(NamedTuple):
@@ -135,7 +131,7 @@ def graft_self(
 def _only_results_move(record: SelfGraftRecorder) -> bool:
     """Whether all taps of floating-point numbers show what a model or a function returns."""
     names = [name for (name, *_), each in record.taps.items() if each.is_floating]
-    return bool(names) and all(map(_OF_RESULTS.fullmatch, names))
+    return bool(names) and all(map(is_output, names))
 
 
 def _in_float64(call: Call) -> Any:

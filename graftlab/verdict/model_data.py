@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, is_data, kind_of, numbers_in
+from graftlab.base.tap_groups import group_of, is_data, is_output, kind_of, numbers_in
 from graftlab.base.text import first_of, listed, numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
@@ -77,14 +77,16 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     """The taps of the model's inputs: those of kind ``input``, and integers before all computation.
 
     Tokens, positions and masks are whole numbers or booleans that are tapped before the first floating-point number.
-    Without such a number, whole numbers may be computed ones. ``frame`` is in execution order.
+    Without such a number, whole numbers may be computed ones, as those that a model returns are. ``frame`` is in
+    execution order.
     """
     found: dict[str, None] = {}
     rows = records(without_data(frame)[["name", "tags", "status", "dtype", "cast"]])
     rounds = [roundoff(coarser_dtype(row)) > 0 for row in rows]
     first = rounds.index(True) if any(rounds) else 0
     for place, row in enumerate(rows):
-        if kind_of(row["tags"]) == "input" or (place < first and row["status"] in MEASURED):
+        is_early = place < first and row["status"] in MEASURED and not is_output(row["name"])
+        if kind_of(row["tags"]) == "input" or is_early:
             found[row["name"]] = None
     return list(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graftlab.base.tap_groups import filter_of, group_of, numbers_in
+from graftlab.base.tap_groups import filter_of, group_of, is_output, numbers_in
 from graftlab.filters.expressions import compile_filter
 
 
@@ -48,3 +48,8 @@ def test_filter_of_a_gradient_group_does_not_match_values() -> None:
 
 def test_no_names_give_no_filter() -> None:
     assert filter_of([]) is None
+
+
+def test_the_output_of_a_model_is_distinguished_from_modules_of_that_name() -> None:
+    assert all(map(is_output, ("output", "output[0]", "output.logits", "Encoder.output", "Encoder[1].output[0].x")))
+    assert not any(map(is_output, ("layer.0.output", "layer.0.output.dense", "output_mask", "an_output", "outputs.0")))

@@ -188,3 +188,10 @@ def test_a_weight_that_is_another_of_the_baseline_is_reported_with_its_place() -
         assert len(differing_data(to_frame([*other, with_statistics("up", 0.2, 0.2)]), 5.0)) == 1
     constant = [with_statistics("n1", 1.0, 0.0, 0.0), with_statistics("bias", 0.0, 0.0, 0.0)]
     assert len(differing_data(to_frame(constant), 5.0)) == 1
+
+
+def test_whole_numbers_that_a_model_returns_first_are_no_inputs() -> None:
+    rows = [row(1, "tokens", "int64", 0.5), row(2, "output[0]", "int64", 0.5), row(3, "output[1]", "float32")]
+    assert input_names(to_frame(rows)) == ["tokens"]
+    rows = [row(1, "output_mask", "bool", 0.5), row(2, "output", "int64", 0.5), row(3, "output.scores", "float32")]
+    assert input_names(to_frame(rows)) == ["output_mask"]
