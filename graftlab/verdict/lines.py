@@ -77,13 +77,17 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     group = next(iter(confirmed or with_lines))
     found, shown = of_group[group], shown_of_group[group]
     is_of_all = len(with_lines) > 1 and len({first_places(lines, [each]) for each in with_lines}) == 1
-    head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values first differ here"
+    is_confirmed = any(each.confirmed for each in shown)
+    # One side may compute the same in other steps, and its first values that the other lacks may be right.
+    are_alike = len(shown) > 1 and len({each.operation.partition("(")[0].rstrip("_") for each in shown}) == 1
+    what = "first differ" if is_confirmed or are_alike else "that only one side has begin"
+    head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values {what} here"
     tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
         head += f"; without this operation {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):
         head += f"; with this operation added {tap}:"
-    elif any(each.confirmed for each in shown):
+    elif is_confirmed:
         head += f"; with the baseline's value there, {tap}:"
     elif len(found) > len(shown):
         head += f" (not confirmed; {len(found) - len(shown)} more in the report and in verdict.lines):"
@@ -127,15 +131,21 @@ def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 def _in_words(line: DifferingLine, place: str) -> str:
     operation = f"  [{line.operation}]" if line.source else line.operation
-    notes = "  (the ranks' results sum to the baseline's, but no sum over the ranks follows)" if line.lacks_sum else ""
-    if line.is_only_here:
-        notes += f"  ({only_here_in_words(line)})"
-    if line.state:
-        notes += f"  (reads {state_in_words(line)})"
-    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{notes}"
+    notes = [*([only_here_in_words(line)] if line.is_only_here else []), *notes_on(line)]
+    return f"{INDENT}{line.side:<8}  {place}  {line.source}{operation}{''.join(f'  ({note})' for note in notes)}"
 
 
-def state_in_words(line: DifferingLine) -> str:
+def notes_on(line: DifferingLine) -> list[str]:
+    """What else is known of a line, in words."""
+    notes = [
+        "another order, place or other signs, which may be meant" if line.is_suspect else "",
+        f"reads {_state_in_words(line)}" if line.state else "",
+        "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",
+    ]
+    return [*filter(None, notes)]
+
+
+def _state_in_words(line: DifferingLine) -> str:
     """Tensors that outlive a call, which a line reads and the other side does not, with their writers, in words."""
     other = "target" if line.side == "baseline" else "baseline"
     last = dict.fromkeys(filter(None, line.written))

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Callable, Sequence
 
 from graftlab.base.jupyter import file_link
-from graftlab.verdict.lines import DifferingLine, only_here_in_words, state_in_words
+from graftlab.verdict.lines import DifferingLine, notes_on, only_here_in_words
 
 AROUND = 3
 """How many lines of source are shown before and after each line."""
@@ -38,13 +38,8 @@ def _group(group: str, lines: Sequence[DifferingLine], link: Callable[[str, str]
 
 def _excerpt(line: DifferingLine, link: Callable[[str, str], str]) -> str:
     place = link(line.file, str(line.stack[0]))
-    notes = [
-        _confirmation(line) if line.confirmed else "",
-        "another order, place or other signs, which may be meant" if line.is_suspect else "",
-        f"reads {state_in_words(line)}" if line.state else "",
-        "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",
-    ]
-    note = html.escape("; ".join(filter(None, notes)))
+    notes = [*([_confirmation(line)] if line.confirmed else []), *notes_on(line)]
+    note = html.escape("; ".join(notes))
     shown = "\n".join(_numbered(number, text, number == line.line) for number, text in _source_around(line))
     return (
         f'<div class="graftlab-line"><b>{line.side}</b> {place}{f" ({note})" if note else ""}'

@@ -259,6 +259,26 @@ def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False) ->
     return DifferingLine(group, side, frame.file, number, frame.source, confirmed=confirmed, **known)
 
 
+def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
+    def shown(*lines: DifferingLine) -> str:
+        frame = pd.DataFrame([tap("up", 9.0)], columns=list(COLUMNS))
+        return text_of(Findings(frame, 5.0, 1, lines=lines)).splitlines()[1]
+
+    ours, theirs = line("up", "baseline"), line("up", "target")
+    one_sided = "The values that only one side has begin here (not confirmed):"
+    assert shown(theirs, replace(ours, operation="addmm(f32[2])")) == one_sided
+    assert shown(theirs) == one_sided
+    assert shown(theirs, replace(ours, operation="silu_(f32[2])")) == "The values first differ here (not confirmed):"
+    confirmed = line("up", "target", confirmed=True)
+    assert shown(confirmed).startswith("The values first differ here; with the baseline's value there, the tap agrees")
+
+
+def test_a_suspect_line_is_marked_in_the_text() -> None:
+    frame = pd.DataFrame([tap("up", 9.0)], columns=list(COLUMNS))
+    lines = [replace(line("up", "target"), is_suspect=True)]
+    assert "(another order, place or other signs, which may be meant)" in text_of(Findings(frame, 5.0, 1, lines=lines))
+
+
 def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
     frame = pd.DataFrame([tap(name, 9.0) for name in ("down", "odd", "up")], columns=list(COLUMNS))
     sides: tuple[Side, Side] = ("target", "baseline")
