@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import scripts
+from graftlab.comparison import scripts, started_scripts
 from graftlab.comparison.held_calls import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
-from graftlab.comparison.started_scripts import how_started
+from graftlab.comparison.started_scripts import StartedScripts, _not_seeded, how_started
 from graftlab.errors import SessionError
+from graftlab.judging.verdict_runs import VerdictAbandoned
 from graftlab.ranks.held_call import CallDescription, ScriptEnd, keep_inputs
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.session import Session
 from graftlab.verdict.wording import Findings
 
 
@@ -349,3 +352,59 @@ def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monke
     turns._raised = []
     with pytest.raises(SessionError, match=scripts._NOTHING_TO_JUDGE):
         turns._ended(held(ended, ended))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_start_repeats_what_the_scripts_did_up_to_the_units_judged(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    names = ("replace_ranks", "take_baseline_weights", "take_equal_inputs")
+    for name in names:
+        monkeypatch.setattr(started_scripts, name, lambda *_, name=name: done.append(name))
+    reached: dict[str, tuple[str, int]] = {}
+
+    def run(baseline: Any, target: Any, args: tuple[Any, ...] = ()) -> Any:
+        if isinstance(baseline, partial):
+            reached.update(baseline=baseline.args, target=target.args)
+            done.append((baseline.args, target.args))
+        elif baseline is started_scripts.held_unit:
+            return SimpleNamespace(baseline=[reached["baseline"]], target=[reached["target"]])
+        else:
+            done.append((baseline.__name__, *args))
+        return None
+
+    starts = StartedScripts(cast("Session", SimpleNamespace(run=run)), list, training=training)
+    starts.keep({"baseline": ("update", 1), "target": ("update", 2)})
+    starts._units = {"baseline": ("update", 3), "target": ("update", 4)}
+    expected = [
+        "replace_ranks",
+        *(["take_baseline_weights"] if training else []),
+        (("update", 1), ("update", 2)),
+        "take_equal_inputs",
+        ("keep_inputs",),
+        (("update", 3), ("update", 4)),
+        ("prepare_once", False),
+    ]
+    starts._reach(takes_inputs=False)
+    assert done == expected
+    done.clear()
+    starts._reach()
+    assert done == [*expected, "take_equal_inputs"]
+    starts._units = {"baseline": ("call", 3), "target": ("call", 4)}
+    starts._backward = True
+    done.clear()
+    starts._reach()
+    assert done[-1] == ("prepare_once", True)
+    starts.starts = started_scripts.MOST_STARTS
+    done.clear()
+    with pytest.raises(VerdictAbandoned, match="which is the limit"):
+        starts._reach()
+    assert done == []
+
+
+@pytest.mark.parametrize(
+    ("taps", "more"), [("a", "a. The"), ("ab", "a and at 1 more tap."), ("abc", "a and at 2 more taps.")]
+)
+def test_taps_that_differ_between_two_starts_are_counted(taps: str, more: str) -> None:
+    assert f"different values in call 1, first at {more}" in _not_seeded("target", list(taps), "call 1")

@@ -434,3 +434,23 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
     made = call(torch.ones(2, 2), Action("b2t", transform=0))._replace(pairing=pairing)
     result = Receiver(sees).pipeline.take(made, None, receipt(torch.ones(2, 2)))
     assert (result.status, result.error) == ("compared", None)
+
+
+def test_the_senders_own_name_is_noted_where_no_rule_names_the_pair() -> None:
+    sent = SentExtras(None, name="own.x")
+    came = Receipt([Contribution(0, torch.ones(2), sent)])
+    plan = GraftPlan(pairs=[("b.x", "t.x")])
+    (ruled,) = plan.pairings("target", "t.x", {})
+    for pairing, names in (
+        (ruled, ("b.x", "t.x")),
+        (replace(ruled, rule=None, baseline_name=None), ("own.x", "t.x")),
+    ):
+        made = call(torch.ones(2))._replace(pairing=pairing)
+        named, _ = Receiver().pipeline.take_named(made, None, came, None, None, None)
+        assert named.pairing is not None
+        assert (named.pairing.baseline_name, named.pairing.target_name) == names
+    made = call(torch.ones(2), Action("t2b"), Place("baseline", 0, 2, 1))
+    made = made._replace(pairing=replace(ruled, rule=None, target_name=None))
+    named, _ = Receiver().pipeline.take_named(made, None, came, None, None, None)
+    assert named.pairing is not None
+    assert (named.pairing.baseline_name, named.pairing.target_name) == ("b.x", "own.x")
