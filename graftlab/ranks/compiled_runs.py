@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,7 +135,7 @@ def search_compiler(
         except Exception:  # the compiler raises errors of any class
             return _on_all_ranks(None)
         apart = distance(expected, [tensors_of(found)])
-        return _on_all_ranks(not math.isnan(apart) and apart <= limit)
+        return _on_all_ranks(apart <= limit)
 
     backend = call.options.get("backend", "inductor")
     settings: Mapping[str, object] = {}

@@ -292,7 +292,6 @@ class HeldCall:
         self._set_backward(False)
 
     def _set_backward(self, has_backward: bool) -> None:
-        self._unwatch()
         self._has_backward = has_backward
         self._watch()
 

@@ -15,7 +15,7 @@ from graftlab.comparison import scripts
 from graftlab.comparison.held_calls import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
-from graftlab.comparison.started_scripts import how_started
+from graftlab.comparison.started_scripts import _not_seeded, how_started
 from graftlab.errors import SessionError
 from graftlab.ranks.held_call import CallDescription, ScriptEnd, keep_inputs
 from graftlab.ranks.held_update import UpdateDescription
@@ -349,3 +349,10 @@ def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monke
     turns._raised = []
     with pytest.raises(SessionError, match=scripts._NOTHING_TO_JUDGE):
         turns._ended(held(ended, ended))
+
+
+@pytest.mark.parametrize(
+    ("taps", "more"), [("a", "a. The"), ("ab", "a and at 1 more tap."), ("abc", "a and at 2 more taps.")]
+)
+def test_taps_that_differ_between_two_starts_are_counted(taps: str, more: str) -> None:
+    assert f"different values in call 1, first at {more}" in _not_seeded("target", list(taps), "call 1")

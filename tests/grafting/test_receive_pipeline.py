@@ -436,14 +436,21 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
     assert (result.status, result.error) == ("compared", None)
 
 
-@pytest.mark.parametrize(("by_pair", "known_as"), [(True, "b.x"), (False, "old.x")])
-def test_a_senders_own_name_replaces_a_renamed_one_and_not_that_of_a_pair(by_pair: bool, known_as: str) -> None:
-    rename: Any = {"baseline": {r"^old\.": "t."}}
-    plan = GraftPlan(rename=rename, pairs=[("b.x", "t.x", "same")] if by_pair else [])
-    (pairing,) = plan.pairings("target", "t.x", {})
-    made = call(torch.ones(2))._replace(pairing=pairing)
-    came = Receipt([Contribution(0, torch.ones(2), SentExtras(None, name="old.x"))])
-    told, result = Receiver().pipeline.take_named(made, None, came, None, None, None)
-    assert result.status == "compared"
-    row = row_of(told, result, 0.0)
-    assert (row.baseline_name, row.target_name) == (known_as, "t.x")
+def test_the_senders_own_name_is_noted_where_no_rule_names_the_pair() -> None:
+    sent = SentExtras(None, name="own.x")
+    came = Receipt([Contribution(0, torch.ones(2), sent)])
+    plan = GraftPlan(pairs=[("b.x", "t.x")])
+    (ruled,) = plan.pairings("target", "t.x", {})
+    for pairing, names in (
+        (ruled, ("b.x", "t.x")),
+        (replace(ruled, rule=None, baseline_name=None), ("own.x", "t.x")),
+    ):
+        made = call(torch.ones(2))._replace(pairing=pairing)
+        named, _ = Receiver().pipeline.take_named(made, None, came, None, None, None)
+        assert named.pairing is not None
+        assert (named.pairing.baseline_name, named.pairing.target_name) == names
+    made = call(torch.ones(2), Action("t2b"), Place("baseline", 0, 2, 1))
+    made = made._replace(pairing=replace(ruled, rule=None, target_name=None))
+    named, _ = Receiver().pipeline.take_named(made, None, came, None, None, None)
+    assert named.pairing is not None
+    assert (named.pairing.baseline_name, named.pairing.target_name) == ("b.x", "own.x")

@@ -22,6 +22,8 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.exchange.keys import new_token, read_token
+from graftlab.jobs import status_query
+from graftlab.jobs.handshake import StatusQuery
 from graftlab.jobs.status_query import answer_status_query, format_stacks, format_status, query_status
 
 
@@ -207,6 +209,23 @@ def test_a_run_folder_whose_jobs_have_no_rendezvous_has_no_status(tmp_path: Path
     for described in ({}, [], {"rendezvous": None}, {"rendezvous": 5}, {"rendezvous": str(tmp_path / "gone")}):
         (tmp_path / "session.json").write_text(json.dumps(described))
         assert query_status(tmp_path) is None
+
+
+@pytest.mark.parametrize("stacks", [True, False])
+def test_stacks_are_asked_for_only_where_they_are_shown(
+    stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    rendezvous: Any = contextlib.nullcontext(SimpleNamespace(connect=lambda limit: ours))
+    asked: list[object] = []
+    monkeypatch.setattr(status_query, "_rendezvous_of", lambda folder: folder)
+    monkeypatch.setattr(status_query, "Rendezvous", lambda folder: rendezvous)
+    monkeypatch.setattr(status_query, "send_handshake", lambda connection, message: asked.append(message))
+    monkeypatch.setattr(status_query, "receive_handshake", lambda connection: None)
+    with theirs:
+        assert query_status(tmp_path, stacks=stacks) is None
+    assert asked == [StatusQuery(stacks)]
+    assert ours.fileno() == -1
 
 
 def test_a_status_lists_the_farthest_taps_first_and_leaves_blank_what_is_unknown() -> None:

@@ -143,7 +143,7 @@ def test_modules_that_read_one_wrong_tensor_share_a_sentence(session: gl.Session
         "are right; added 0."
     )
     assert verdict.text.count("is computed differently") == 1
-    assert "The values first differ here" in verdict.text
+    assert "\nThe values that only one side has begin here (not confirmed" in verdict.text
     assert "the target's values are 1.01 times the baseline's" in verdict.text
     assert "Tap that tensor to find out" not in verdict.text
 

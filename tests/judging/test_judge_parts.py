@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 from kit.verdict_stages import taps
 
@@ -17,6 +18,7 @@ from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.gradient_scaling import GradientScaling
 from graftlab.verdict.model_data import RunData
+from graftlab.verdict.wording import Findings
 
 # ---- what can be judged ----------------------------------------------------------------------------------------------
 
@@ -188,3 +190,8 @@ def test_scaled_gradients_and_what_follows_are_not_named_from_rows(monkeypatch: 
     assert verdict_of(grafted=grafted, sizes=None).named == ["b", "c", "d"]
     assert len(sizes) == 1
     assert not GradientScaling().groups
+
+
+def test_a_group_has_the_most_serious_label_of_its_taps() -> None:
+    frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": ["clean", "culprit", "inherited", "clean"]})
+    assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": "culprit", "b": "inherited"}

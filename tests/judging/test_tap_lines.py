@@ -13,6 +13,7 @@ import pytest
 from graftlab.errors import SessionError
 from graftlab.judging import tap_lines
 from graftlab.judging.tap_lines import TapLines, lines_of_tap
+from graftlab.session import Session
 
 
 class Search:
@@ -93,3 +94,14 @@ def test_a_tap_that_was_not_measured_is_refused_with_those_that_were(runs: Simpl
     runs.recorded = True
     with pytest.raises(SessionError, match="the baseline is a recording"):
         lines("h.1")
+
+
+def test_a_session_looks_for_lines_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(tap_lines, "lines_of_tap", lambda *given: asked.append(given))
+    session: Any = object()
+    Session.lines(session, "h", "f", "g", args=(1,), kwargs={"scale": 2}, threshold=7.0)
+    ((owner, tap, request),) = asked
+    assert (owner, tap) == (session, "h")
+    assert (request.baseline, request.target, request.threshold) == ("f", "g", 7.0)
+    assert (request.args, request.kwargs) == ((1,), {"scale": 2})

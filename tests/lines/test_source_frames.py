@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, model_frame, stack_entries
 from graftlab.zoo.model import Config, Math, Model, make_weights
 
 
@@ -97,6 +97,23 @@ def test_the_whole_stack_has_the_helpers_line_too(monkeypatch: pytest.MonkeyPatc
         "return rotated(x) if x.dim() == 1 else attend(self, x)",
         "attention(torch.ones(2, 2))",
     ]
+
+
+def test_a_running_frame_is_chosen_as_the_models_line_is(
+    monkeypatch: pytest.MonkeyPatch, attention: torch.nn.Module
+) -> None:
+    chosen: list[tuple[int, int]] = []
+
+    def noted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        line, frame = calling_line(sys._getframe(1)), model_frame(sys._getframe(1))
+        assert line is not None
+        assert frame is not None
+        chosen.append((line.line, frame.f_lineno))
+        return torch.mm(self, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", noted)
+    attention(torch.ones(2, 2))
+    assert chosen == [(7, 7)]
 
 
 def test_frames_of_torch_and_graftlab_are_left_out_but_not_its_models(seen: list[SourceFrame | None]) -> None:

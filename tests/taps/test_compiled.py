@@ -546,6 +546,17 @@ def test_tags_without_end_do_not_fill_the_memory_with_places_of_gradients(
         assert len(compiled._shown) == len(compiled._shown_numbers) <= 5
 
 
+def test_tags_that_are_opened_again_take_no_further_room(handler: TapHandler) -> None:
+    time = torch.zeros((), dtype=torch.int64)
+    held: set[tuple[int, int]] = set()
+    for _ in range(3):
+        compiled._open_tags(time, [])
+        held.add((int(time), len(compiled._open)))
+        compiled._close_tags(time)
+        assert int(time) == 0
+    assert len(held) == 1
+
+
 def test_graphs_of_two_threads_with_shared_open_tags_warn(handler: TapHandler) -> None:
     torch.ops.graftlab.open_(compiled.clock, ["a=1"])
     caught: list[Warning] = []

@@ -349,8 +349,10 @@ def test_remove_restores_the_model_exactly_and_leaves_other_hooks(monkeypatch: p
     handle = gl.watch(model)
     assert hooks_of(model) != before
     assert len(handle.names) == len(list(model.modules()))
+    assert repr(handle) == f"<graftlab.Watch of {len(handle.names)} taps>"
     handle.remove()
     assert hooks_of(model) == before
+    assert repr(handle) == "<graftlab.Watch of 0 taps>"
     handle.remove()  # twice does no harm
 
     with gl.watch(model):

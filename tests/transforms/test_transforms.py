@@ -741,6 +741,10 @@ def test_a_transform_takes_its_filter_along() -> None:
         TransformSpec.of((" ", "torch.clone"))
     with pytest.raises(gl.TransformError, match="blank"):
         TransformSpec.draft(("", "torch.clone"))
+    # A filter within a filter would be lost.
+    for pair in (("layer == 3", ("name == 'q'", "torch.clone")), (3, "torch.clone"), ("True",)):
+        with pytest.raises(gl.TransformError, match=r"a transform for certain taps is \(filter, transform\)"):
+            TransformSpec.draft(pair)  # type: ignore[arg-type]
 
 
 # ---- what came of it ------------------------------------------------------------------------------------------------

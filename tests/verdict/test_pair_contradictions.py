@@ -70,8 +70,9 @@ def test_two_taps_that_take_different_parts_of_one_tensor_are_reported() -> None
     assert f"pooled is a part of out ({last!r}), and the baseline's cls is a different part of the target's x (" in said
     # Of another size they need not be the same.
     assert said_of([*pairs[:2], {**pairs[2], "layout": "part(index=0, of=[1, 4], dim=1)"}]) == []
-    # Nor where the two wholes are not each other's.
+    # Nor where the two wholes are not each other's, or one is itself a part of the other.
     assert said_of([{"baseline": "other", "target": "x"}, *pairs[1:]]) == []
+    assert said_of([{**pairs[0], "layout": "part(index=0, of=[1, 1], dim=0)"}, *pairs[1:]]) == []
 
 
 def test_parts_by_groups_of_heads_are_reported_where_their_layer_does_not_match() -> None:
