@@ -11,17 +11,28 @@ import time
 
 import zmq
 
-from graftlab.exchange.keys import derive_keys
+from graftlab.exchange.keys import Keys, derive_keys
 
 # Rows in one message of a rank.
 _AT_ONCE = 8
+_NEW_AT_ONCE = 50
 _LIMIT = 120.0
 
 
 def _connect(port: int, count: int, token: str) -> list[zmq.Socket[bytes]]:
     keys, context, made = derive_keys(token), zmq.Context(), []
     context.set(zmq.MAX_SOCKETS, count + 16)
-    for number in range(count):
+    # The listener ends some of more than a hundred connections that have not proved who they are; a rank tries again.
+    for start in range(0, count, _NEW_AT_ONCE):
+        made += _connected(context, keys, port, range(start, min(count, start + _NEW_AT_ONCE)))
+    return made
+
+
+def _connected(
+    context: zmq.Context[zmq.Socket[bytes]], keys: Keys, port: int, numbers: range
+) -> list[zmq.Socket[bytes]]:
+    made = []
+    for number in numbers:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, b"far %d" % number)
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
