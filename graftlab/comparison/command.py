@@ -38,6 +38,17 @@ EPILOG = (
     "exit codes: 0, the sides agree to rounding; 1, they differ; 2, inconclusive, with the reason; 64, wrong usage; "
     "130, interrupted"
 )
+_OF_SCRIPTS = ("calls", "training", "model", "ranks", "inject", "keep_going", "restart")
+# By what is compared: how it is named, and the options that would have no effect. Some have errors of their own below.
+_WITHOUT_EFFECT = {
+    "functions": ("two functions", (*_OF_SCRIPTS, "backend")),
+    "recording": ("a folder and a function", (*_OF_SCRIPTS, "backend")),
+    "scripts": ("scripts", ("device", "backend")),
+    "compiled": (
+        "--compiled",
+        (*_OF_SCRIPTS, "pattern", "backward", "functions", "inside", "match", "output", "floor"),
+    ),
+}
 # Seconds without a terminal between two reports.
 _PATIENCE = 15.0
 _SHOWN = 100
@@ -176,6 +187,8 @@ def _run_compiled(arguments: argparse.Namespace, out: TextIO) -> int:
 
     if arguments.target is not None:
         raise ConfigError("--compiled takes one function, which is compared with its compiled form; leave TARGET out")
+    _refuse_without_effect(arguments, "compiled")
+    _check_filter("--include", arguments.include)
     session, found, answer = compare_with_compiled(
         function_in_file(arguments.baseline),
         None if arguments.inputs is None else function_in_file(arguments.inputs),
@@ -208,6 +221,7 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     if arguments.target is None:
         raise ConfigError("the following argument is required: TARGET, or --compiled")
     kind = kind_of_sides(arguments.baseline, arguments.target)
+    _refuse_without_effect(arguments, kind)
     judging = JudgingChoice(
         arguments.match, arguments.output, "auto" if arguments.floor is None else arguments.floor, arguments.threshold
     )
@@ -260,6 +274,20 @@ def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
         arguments.folder,
     )
     return compare_scripts(baseline, target, choice, progress.wait_for, progress.announce)
+
+
+def _refuse_without_effect(arguments: argparse.Namespace, kind: str) -> None:
+    """Raise :class:`ConfigError` for a given option that does not apply to what is compared."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = parser.parse_args(["BASELINE"])
+    what, options = _WITHOUT_EFFECT[kind]
+    for name in options:
+        value = getattr(arguments, name)
+        if value != getattr(defaults, name):
+            negated = {"restart": "no_restart", "match": "match" if value else "no_match"}
+            option = f"--{negated.get(name, name).replace('_', '-')}"
+            raise ConfigError(f"{option} has no effect on {what}; leave it out")
 
 
 def _check_filter(option: str, text: str | None) -> None:

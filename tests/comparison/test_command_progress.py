@@ -1,17 +1,23 @@
-"""What a comparison in a terminal, or with its output in a file, shows while it waits."""
+"""The options of a comparison on the command line, and what it shows while it waits."""
 
 from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from graftlab.comparison import command
+from graftlab.__main__ import main
+from graftlab.comparison import command, functions, scripts
 from graftlab.comparison.command import _given_ranks, _Progress
-from graftlab.errors import ConfigError
+from graftlab.comparison.held_calls import JudgingChoice
+from graftlab.comparison.scripts import ScriptChoice
+from graftlab.errors import ConfigError, GraftError
+from graftlab.jobs.script_launcher import ScriptSettings
+from graftlab.ranks.held_call import WatchChoice
 
 
 class Terminal(io.StringIO):
@@ -77,3 +83,59 @@ def test_numbers_of_ranks_are_two_or_left_to_the_commands() -> None:
     for wrong in ("1", "1,2,3", "0,1", "1,-1", "a,b", ""):
         with pytest.raises(ConfigError, match="give two numbers"):
             _given_ranks(wrong)
+
+
+JUDGED = "--include type=='Linear' --functions relu,add --inside name=='attn' --no-match --output head --floor 0.5"
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of the comparison that a command asks for, which is not made."""
+    asked: list[Any] = []
+
+    def ask(*args: Any, **options: Any) -> None:
+        asked.append((args, options))
+        raise GraftError("not made")
+
+    monkeypatch.setattr(scripts, "compare_scripts", ask)
+    monkeypatch.setattr(functions, "compare", ask)
+    monkeypatch.setattr(functions, "compare_with_compiled", ask)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ("--training", {"training": True}),
+        ("--keep-going", {"keep_going": True}),
+        ("--no-restart", {"restart": False}),
+        ("--calls 7 --folder runs", {"calls": 7, "folder": Path("runs")}),
+    ],
+)
+def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str, changed: dict[str, Any]) -> None:
+    words = f"--threshold 9 {JUDGED} --model Net --inject --timeout 8 --ranks 2,3 {flags}".split()
+    assert main(["compare", "python a.py", "python b.py", *words]) == 2
+    ((baseline, target, choice, *_), _) = compared[0]
+    watched = WatchChoice("type=='Linear'", ("relu", "add"), "name=='attn'")
+    settings, judging = ScriptSettings(watched, "Net", True, 8.0), JudgingChoice(False, "head", 0.5, 9.0)
+    assert choice == ScriptChoice(settings, judging, **changed)
+    assert (baseline.ranks, target.ranks) == (2, 3)
+
+
+def test_options_of_functions_reach_the_comparison(compared: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def f(): ...\ndef g(): ...\nx = 1\n")
+    more = f"--inputs {path}:x --device cpu --timeout 8 --folder runs"
+    words = f"{path}:f {path}:g {more} --threshold 9 --backward {JUDGED}".split()
+    assert main(["compare", *words]) == 2
+    named, options = compared[0]
+    assert [each.name for each in named] == ["f", "g", "x"]
+    judged = {"match": False, "output": "head", "floor": 0.5, "threshold": 9.0, "backward": True}
+    watched = {"include": "type=='Linear'", "functions": ("relu", "add"), "inside": "name=='attn'"}
+    assert options == {**judged, **watched, "device": "cpu", "timeout": 8.0, "folder": Path("runs")}
+    words = f"{path}:f {more} --compiled --threshold 9 --backend eager --include type=='Linear'".split()
+    assert main(["compare", *words]) == 2
+    named, options = compared[1]
+    assert ([each.name for each in named[:2]], named[2]) == (["f", "x"], {"backend": "eager"})
+    expected = {"include": "type=='Linear'", "threshold": 9.0, "device": "cpu", "timeout": 8.0, "folder": Path("runs")}
+    assert options == expected

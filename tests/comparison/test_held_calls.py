@@ -466,6 +466,17 @@ def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
         (["/", "a.py:g", "--backward"], "computes no backward pass"),
         (["a.py:f", "a.py:g", "--compiled"], "leave TARGET out"),
         (["python 'a.py", "python b.py"], "is not a command"),
+        (["python a.py", "python b.py", "--backward"], "--backward is for two functions; a script that needs"),
+        (["python a.py", "python b.py", "--include", "type =="], "--include: "),
+        (["python a.py", "python b.py", "--device", "cpu"], "--device has no effect on scripts; leave it out"),
+        (["a.py:f", "a.py:g", "--calls", "2"], "--calls has no effect on two functions"),
+        (["a.py:f", "a.py:g", "--no-restart"], "--no-restart has no effect on two functions"),
+        (["a.py:f", "a.py:g", "--backend", "eager"], "--backend has no effect on two functions"),
+        (["/", "a.py:g", "--keep-going"], "--keep-going has no effect on a folder and a function"),
+        (["a.py:f", "--compiled", "--no-match"], "--no-match has no effect on --compiled"),
+        (["a.py:f", "--compiled", "--match"], "--match has no effect on --compiled"),
+        (["a.py:f", "--compiled", "--output", "x"], "--output has no effect on --compiled"),
+        (["a.py:f", "--compiled", "--include", "type =="], "--include: "),
     ],
 )
 def test_a_wrong_command_ends_with_64(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
