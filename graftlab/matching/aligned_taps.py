@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlab.base.tap_groups import is_output, kind_of
 from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rearrange, Step
@@ -59,7 +60,7 @@ class AlignedTaps:
         sources: dict[str, _Source] = {}
         for tap in taps:
             of_call = orders.get(call_of(tap.name), [])
-            if shapes.get(tap.name) == tap.shape:
+            if shapes.get(tap.name) == tap.shape and (is_output(tap.name) or kind_of(tap.tags) == "input"):
                 # What a function returns or takes as a whole does not have the rows of one of its calls.
                 of_call = [(number, order) for number, order in of_call if math.prod(order.of) == math.prod(order.into)]
             # Where all of the target's rows are known, they keep their order.
