@@ -235,6 +235,14 @@ def judge_held_calls(
     moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
     if answer == "agree" and moved:
         answer = "inconclusive"
+    frame = verdict.findings.frame
+    inputs = frame[frame["group"].map(kind_of_group) == "input"]
+    if answer == "agree" and outputs_move_rows(pairs) and len(inputs) and inputs["aligned_by"].isna().all():
+        # Both sides were given the same rows, so that a result with fewer lacks some.
+        lacking = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
+        if lacking:
+            answer = "inconclusive"
+            remarks += lacking[:1]
     # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
     matched = proposal is not None
     unlike = (

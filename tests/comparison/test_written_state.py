@@ -199,6 +199,13 @@ class Trimmed(Lengths):
         return self.linear(x)[: self.rows]
 
 
+def first_rows(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x @ torch.eye(4) * 2)[:count]
+
+    return f
+
+
 @pytest.mark.ranks
 def test_a_result_of_another_size_is_reported_first_and_not_cleared() -> None:
     answer, text = compared(partial(Lengths, 3), partial(Lengths, 2), X)
@@ -207,6 +214,10 @@ def test_a_result_of_another_size_is_reported_first_and_not_cleared() -> None:
     # Both were given the same batch.
     answer, text = compared(partial(Trimmed, 3), partial(Trimmed, 2), X)
     assert answer == "differ"
+    assert text.startswith("The returned value has the shape [3, 4] on the baseline and [2, 4] on the target.")
+    # Also where no other tap shows that both have the same rows.
+    answer, text = compared(first_rows(3), first_rows(2), X)
+    assert answer == "inconclusive"
     assert text.startswith("The returned value has the shape [3, 4] on the baseline and [2, 4] on the target.")
     # The same values in another layout are paired by value.
     assert compared(summed, summed_and_kept, X)[0] == "agree"
