@@ -53,6 +53,8 @@ _RESERVED = 64
 # One byte each; every frame of an exchange is longer. After the last comes the number of the frame's pieces.
 _HELLO, _WELCOME, _BYE, _IN_PIECES = b"h", b"w", b"b", b"p"
 _COUNT = struct.Struct("<I")
+# Between the name of the process that connects and the number of its attempt.
+_ATTEMPT = b"#"
 _DOMAIN = "graftlab"
 # No process listens there, or its keys are different.
 _CONNECT_FAILED = (
@@ -190,12 +192,13 @@ class RouterSocket:
         self._channels: dict[bytes, TcpChannel] = {}
         self._by_descriptor: dict[int, TcpChannel] = {}
         self._attempts = 0
+        # The latest channel that each process has opened, and the number of that attempt.
+        self._latest: dict[bytes, tuple[int, TcpChannel]] = {}
         self._to_close: set[int] = set()
         self._strangers = _Strangers()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTING_ID, name)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # The buffer budget bounds the frames in transit. A socket that stopped reading would also miss pings.
         socket.set_hwm(0)
@@ -266,8 +269,10 @@ class RouterSocket:
     def connect(self, name: bytes, address: str, port: int) -> TcpChannel:
         """Begin to connect to the process of this name; the channel's ``linked`` becomes True on success."""
         with self._lock:
-            # ZeroMQ aborts the process if a socket has two connections of one name, and a failed one may linger.
+            # ZeroMQ aborts the process if a socket has two connections of one name, and a failed one may linger. At
+            # the other end a second connection of this process would be ignored while the first one lingers.
             self._attempts += 1
+            self._socket.setsockopt(zmq.ROUTING_ID, self.name + _ATTEMPT + b"%d" % self._attempts)
             label = name + b" %d" % self._attempts
             channel = TcpChannel(self, label, f"tcp://{_bracketed(address)}:{port}")
             self._channels[label] = channel
@@ -283,9 +288,9 @@ class RouterSocket:
             self._channels.pop(channel.name, None)
 
     def channel_from(self, name: bytes) -> TcpChannel | None:
-        """Return the channel that the process of this name has opened, or None."""
+        """Return the channel that the process of this name has opened last, or None."""
         with self._lock:
-            return self._channels.get(name)
+            return self._latest.get(name, (0, None))[1]
 
     def wake(self) -> None:
         """Make the descriptor readable, for frames that a channel has already taken from the socket."""
@@ -418,8 +423,11 @@ class RouterSocket:
         if body in (_HELLO, _WELCOME):
             # The system reuses descriptors of ended connections, so note their ends before the new connection.
             ended = self._read_events()
+            if body == _HELLO and channel is None:
+                channel, given_up = self._opened(name)
+                ended += given_up
             if channel is None:
-                channel = self._channels[name] = TcpChannel(self, name)
+                return ended
             channel.linked = True
             descriptor: Any = parts[0].get(zmq.SRCFD)
             self._by_descriptor[descriptor] = channel
@@ -441,11 +449,28 @@ class RouterSocket:
         channel.arrived.append(frame)
         return []
 
+    def _opened(self, label: bytes) -> tuple[TcpChannel | None, list[TcpChannel]]:
+        """The channel that another process has just opened, and the one that it gave up for this one.
+
+        None if it has opened a later one already: the first frame of a connection that ended may be read after that of
+        the next.
+        """
+        name, attempt = _process_and_attempt(label)
+        known = self._latest.get(name)
+        if known is not None and attempt < known[0]:
+            return None, []
+        channel = self._channels[label] = TcpChannel(self, label)
+        self._latest[name] = attempt, channel
+        return channel, [] if known is None else [known[1]]
+
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def end(self, channel: TcpChannel) -> None:
         with self._lock:
             self._channels.pop(channel.name, None)
+            process, _ = _process_and_attempt(channel.name)
+            if self.channel_from(process) is channel:
+                del self._latest[process]
             if channel.closed:
                 return
             self.pump()
@@ -507,6 +532,11 @@ class _SessionKeyCheck:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._known
+
+
+def _process_and_attempt(label: bytes) -> tuple[bytes, int]:
+    name, _, number = label.rpartition(_ATTEMPT)
+    return (name, int(number)) if name and number.isdigit() else (label, 0)
 
 
 def _pieces_of(data: memoryview) -> list[memoryview]:

@@ -497,6 +497,40 @@ def test_frames_sent_before_the_end_arrive_before_it(ends: str, posts: tuple[Rou
     theirs.send(b"in vain")
 
 
+def test_a_process_that_connects_anew_is_heard_although_its_last_connection_lingers(
+    posts: tuple[RouterSocket, RouterSocket],
+) -> None:
+    lingering, _ = joined(posts)
+    theirs, ours = joined(posts)
+    assert theirs is not lingering
+    ours.send(b"frame")
+    assert heard(theirs, 1) == [b"frame"]
+    theirs.send(b"answer")
+    assert heard(ours, 1) == [b"answer"]
+    # Its other end gave it up.
+    assert lingering.ended
+    assert not theirs.ended
+
+
+def test_the_first_frame_of_an_attempt_that_was_given_up_changes_nothing(
+    posts: tuple[RouterSocket, RouterSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = posts
+    read: list[bytes] = []
+    opened = first._opened
+    monkeypatch.setattr(first, "_opened", lambda label: read.append(label) or opened(label))
+    second._attempts = 7
+    theirs, ours = joined(posts)
+    # Read after the frame of the attempt that came later.
+    second._attempts = 5
+    second.connect(first.name, "127.0.0.1", first.port)
+    wait_until(lambda: first.pump() or len(read) == 2, "the earlier attempt")  # type: ignore[func-returns-value]
+    assert first.channel_from(second.name) is theirs
+    assert not theirs.ended
+    ours.send(b"frame")
+    assert heard(theirs, 1) == [b"frame"]
+
+
 def test_a_refused_connection_ends_at_once_and_can_be_retried(
     posts: tuple[RouterSocket, RouterSocket],
 ) -> None:
