@@ -151,20 +151,29 @@ def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
 
 
 def _correct_modules(proposal: Proposal, modules: Collection[str]) -> Proposal:
-    """The proposal, with the outputs of modules that have another module's weights paired as in most layers.
+    """The proposal, with the outputs of modules whose weights are wrong paired as in most layers.
 
-    They match the other module's outputs only while the weights are wrong.
+    They match another module's outputs, or the right one's in a different order, only while the weights are wrong.
     """
     rules = [rule for rule in rules_of(proposal.graftable) if any(map(rule.covers, modules))]
-    pairs = list(proposal.pairs)
-    for rule in rules:
-        for place, pair in enumerate(pairs):
-            if pair.target in modules and rule.covers(pair.target) and rule.example.layout.text == pair.layout.text:
-                note = f"as in {rule.seen} other layers, because the weights of {pair.target} are another module's"
-                pairs[place] = replace(
-                    pair, baseline=rule.baseline_for(pair.target), sureness="rule", rel=None, note=note
-                )
+    pairs = [_by_the_first_rule(rules, pair) if pair.target in modules else pair for pair in proposal.pairs]
     return replace(proposal, pairs=tuple(pairs))
+
+
+def _by_the_first_rule(rules: Sequence[Rule], pair: Pair) -> Pair:
+    for rule in rules:
+        if not rule.covers(pair.target):
+            continue
+        usual, baseline = rule.example.layout, rule.baseline_for(pair.target)
+        if pair.layout.text == usual.text:
+            what = "another module's"
+        elif pair.baseline == baseline and not (pair.layout.leaves_out or usual.leaves_out):
+            what = "in a different order"
+        else:
+            continue
+        note = f"as in {rule.seen} other layers, because the weights of {pair.target} are {what}"
+        return replace(pair, baseline=baseline, layout=usual, sureness="rule", rel=None, note=note)
+    return pair
 
 
 def _is_like(rule: Rule, pair: Pair) -> bool:

@@ -157,6 +157,24 @@ def test_weights_that_are_swapped_in_one_layer_are_paired_as_in_the_others() -> 
     assert all("b.1." in each for each in found.wrong_weights)
 
 
+def test_the_output_of_a_layer_whose_weight_has_the_wrong_order_is_paired_as_in_the_others() -> None:
+    rows, columns = (
+        parse_layout(text) for text in ("rearrange('(a b) d -> (b a) d', a=4)", "rearrange('d (a b) -> d (b a)', a=4)")
+    )
+    ours = {f"h_{n}_q_weight": drawn(8, 6, seed=n) for n in range(7)}
+    theirs = {f"b{name[1:]}": rows.local(value) for name, value in ours.items()}
+    wrong = (1, 3)
+    for n in wrong:
+        theirs[f"b_{n}_q_weight"] = ours[f"h_{n}_q_weight"]
+    outputs = [Pair(f"h.{n}.q", f"b.{n}.q", parse_layout("same") if n in wrong else columns) for n in range(7)]
+    found = with_weights(Proposal(tuple(outputs)), weights(**ours), weights(**theirs))
+    layouts = {pair.target: pair.layout.text for pair in found.pairs if pair.target.endswith(".q")}
+    assert layouts == {f"b.{n}.q": columns.text for n in range(7)}
+    notes = {pair.target: pair.note for pair in found.pairs if "in a different order" in pair.note}
+    assert sorted(notes) == ["b.1.q", "b.3.q"]
+    assert len(found.wrong_weights) == len(wrong)
+
+
 def _sure(found: Proposal) -> list[tuple[str, str, str]]:
     plain = [(pair.baseline.partition("[")[0], pair.target.partition("[")[0], pair.sureness) for pair in found.pairs]
     return [each for each in plain if "weight" in each[1]]
