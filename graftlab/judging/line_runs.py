@@ -22,7 +22,7 @@ from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, Wanted
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import ratio, records
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.lines import MOST_LINES, DifferingLine
+from graftlab.verdict.lines import DifferingLine, most_telling
 from graftlab.verdict.order import numbers
 
 MOST_GROUPS = 6
@@ -486,7 +486,7 @@ class LineSearch:
                 if key in seen:
                     line = replace(seen[key], confirmed=seen[key].confirmed or is_confirmed)
                 seen[key] = line
-            lines += list(seen.values())[:MOST_LINES]
+            lines += most_telling(list(seen.values()))
         return lines
 
 

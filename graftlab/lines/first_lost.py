@@ -307,6 +307,8 @@ class _Side:
             for root in alone:
                 if root.index in genuine and root.index in _ancestors(each, self.trace):
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
+                    for reader in self._first_readers(root, lost):
+                        found.setdefault(reader.index, LostOperation(reader, False, False, state=self._state(reader)))
             this = LostOperation(
                 each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
             )
@@ -324,6 +326,26 @@ class _Side:
             # If the other side uses a single operation for all of them, the fault may be in any.
             found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
         return list(found.values())
+
+    def _first_readers(self, operation: TracedOperation, lost: Sequence[TracedOperation]) -> list[TracedOperation]:
+        """The first lost operations that compute from the result of one that reads no tensor, and from others.
+
+        The other side may have counted beforehand what an ``arange`` counts here, and used it in a different way.
+        """
+        if operation.inputs:
+            return []
+        counted, numbers = {operation.index}, {*operation.outputs}
+        found = []
+        for each in lost:
+            others = [number for number in each.inputs if number not in numbers]
+            if len(others) == len(each.inputs):
+                continue
+            if not others:
+                counted.add(each.index)
+                numbers.update(each.outputs)
+            elif not any(index in counted for number in others for index in self.trace.values[number].sources):
+                found.append(each)
+        return found
 
     def at_fault(self, lost: Sequence[LostOperation], level: int, write: LostOperation | None) -> list[LostOperation]:
         """The lost operations, attributed to the callers of lines that do the same elsewhere with right results.

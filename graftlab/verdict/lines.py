@@ -53,6 +53,15 @@ class DifferingLine:
     rank: int
     stack: tuple[SourceFrame, ...]
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether values that the other side lacks are computed here from others.
+
+        Another order may be meant, and what reads no tensor, such as ``arange``, may count what the other side counted
+        before.
+        """
+        return self.confirmed or not (self.is_suspect or len(self.shapes) < 2)
+
 
 COLUMNS = tuple(each.name for each in fields(DifferingLine))
 
@@ -79,7 +88,8 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     is_of_all = len(with_lines) > 1 and len({first_places(lines, [each]) for each in with_lines}) == 1
     is_confirmed = any(each.confirmed for each in shown)
     # One side may compute the same in other steps, and its first values that the other lacks may be right.
-    are_alike = len(shown) > 1 and len({each.operation.partition("(")[0].rstrip("_") for each in shown}) == 1
+    first = {each.side: each for each in reversed(shown)}.values()
+    are_alike = len(first) > 1 and len({each.operation.partition("(")[0].rstrip("_") for each in first}) == 1
     what = "first differ" if is_confirmed or are_alike else "that only one side has begin"
     head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values {what} here"
     tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
@@ -121,12 +131,25 @@ def _groups(lines: Sequence[DifferingLine]) -> list[str]:
 
 def _first_of_sides(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
     sides: tuple[Side, ...] = ("target", "baseline")
-    return [each for side in sides for each in _shown_of([e for e in lines if e.side == side])]
+    is_confirmed = any(each.confirmed for each in lines)
+    return [each for side in sides for each in _shown_of([e for e in lines if e.side == side], is_confirmed)]
 
 
-def _shown_of(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
-    """The confirmed line of a side, or its first."""
-    return [each for each in lines if each.confirmed][:1] or list(lines[:1])
+def _shown_of(lines: Sequence[DifferingLine], is_confirmed: bool) -> list[DifferingLine]:
+    """The confirmed line of a side, or its first; then also the first telling one, unless a line is confirmed."""
+    first = [each for each in lines if each.confirmed][:1] or list(lines[:1])
+    if is_confirmed or not first or first[0].is_telling:
+        return first
+    return [*first, *[each for each in lines if each.is_telling][:1]]
+
+
+def most_telling(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
+    """The lines of a side to report: the first, and a telling one among them if there is any."""
+    chosen = list(lines[:MOST_LINES])
+    telling = [each for each in lines if each.is_telling]
+    if telling and not any(each.is_telling for each in chosen):
+        chosen[-1] = telling[0]
+    return chosen
 
 
 def _in_words(line: DifferingLine, place: str) -> str:

@@ -97,6 +97,26 @@ def test_a_wrong_sign_is_followed_back_to_where_it_arises() -> None:
     assert not any(each.has_equal_inputs for each in found.target[1:])
 
 
+def test_the_line_that_computes_from_what_one_side_counts_itself_is_reported_beside_it() -> None:
+    steps = 10000 ** -(torch.arange(4.0) / 4)
+    table = torch.polar(torch.ones(5, 4), torch.outer(torch.arange(5.0), steps))
+
+    def by_table(x: Tensor) -> Tensor:
+        return torch.view_as_complex(x[..., 0, :].reshape(2, 5, 4, 2)) * table
+
+    def by_angles(x: Tensor) -> Tensor:
+        places = torch.arange(5)[:, None]
+        angles = places.float() * (steps * 0.5)
+        pairs = x[..., 0, :].reshape(2, 5, 4, 2)
+        return torch.complex(
+            pairs[..., 0] * angles.cos() - pairs[..., 1] * angles.sin(),
+            pairs[..., 0] * angles.sin() + pairs[..., 1] * angles.cos(),
+        )
+
+    found = sources(compared(by_table, by_angles, Q).target)
+    assert found[:2] == ["places = torch.arange(5)[:, None]", "angles = places.float() * (steps * 0.5)"]
+
+
 def test_a_wrong_order_of_heads_is_followed_back_to_where_it_arises() -> None:
     def shared(repeat: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def attend(q: Tensor, k: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from graftlab.base.tap_groups import group_of
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.lines import DifferingLine
+from graftlab.verdict.lines import DifferingLine, first_places, most_telling
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
 from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
@@ -277,6 +277,28 @@ def test_a_suspect_line_is_marked_in_the_text() -> None:
     frame = pd.DataFrame([tap("up", 9.0)], columns=list(COLUMNS))
     lines = [replace(line("up", "target"), is_suspect=True)]
     assert "(another order, place or other signs, which may be meant)" in text_of(Findings(frame, 5.0, 1, lines=lines))
+
+
+def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() -> None:
+    shapes = ((2, 3), (2, 3))
+    order = replace(line("up", "target", 1), is_suspect=True, shapes=shapes)
+    count = replace(line("up", "target", 2), operation="arange(3)", shapes=((3,),))
+    telling, later = (replace(line("up", "target", number), shapes=shapes) for number in (3, 4))
+
+    def shown(*lines: DifferingLine) -> list[int]:
+        return [number for _, _, number, _ in first_places(lines, ["up"])]
+
+    assert shown(order, count, telling, later) == [1, 3]
+    assert shown(count, telling) == [2, 3]
+    assert shown(order, count) == [1]
+    assert shown(telling, order) == [3]
+    # What was tried is all that is said.
+    assert shown(order, count, replace(later, confirmed=True)) == [4]
+    assert shown(replace(order, confirmed=True), telling) == [1]
+    # It takes the place of the last that would be reported.
+    assert most_telling([order, count, order, telling, later]) == [order, count, telling]
+    assert most_telling([order, telling, count, later]) == [order, telling, count]
+    assert most_telling([order, count]) == [order, count]
 
 
 def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
