@@ -97,7 +97,7 @@ def test_a_wrong_sign_is_followed_back_to_where_it_arises() -> None:
     assert not any(each.has_equal_inputs for each in found.target[1:])
 
 
-def test_the_line_that_computes_from_what_one_side_counts_itself_is_reported_beside_it() -> None:
+def test_what_computes_from_a_count_of_one_side_alone_is_reported_beside_it() -> None:
     steps = 10000 ** -(torch.arange(4.0) / 4)
     table = torch.polar(torch.ones(5, 4), torch.outer(torch.arange(5.0), steps))
 

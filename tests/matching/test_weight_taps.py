@@ -157,7 +157,7 @@ def test_weights_that_are_swapped_in_one_layer_are_paired_as_in_the_others() -> 
     assert all("b.1." in each for each in found.wrong_weights)
 
 
-def test_the_output_of_a_layer_whose_weight_has_the_wrong_order_is_paired_as_in_the_others() -> None:
+def test_outputs_of_a_weight_in_the_wrong_order_are_paired_as_in_other_layers() -> None:
     rows, columns = (
         parse_layout(text) for text in ("rearrange('(a b) d -> (b a) d', a=4)", "rearrange('d (a b) -> d (b a)', a=4)")
     )
