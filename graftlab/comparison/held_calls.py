@@ -216,6 +216,7 @@ def judge_held_calls(
         verdict = wide
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
+    after_weights = len(remarks)
     pairs = session.plan.pairs
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     answer = answer_of(verdict.findings, trusted, results.compared)
@@ -267,6 +268,9 @@ def judge_held_calls(
         answer = "inconclusive" if answer == "agree" else answer
     remarks += without_taps + not_in_float32
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
+    if proposal is not None and answer == "differ":
+        # Code that agrees may read its weights in any order.
+        remarks[after_weights:after_weights] = [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS]]
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 

@@ -48,6 +48,8 @@ class Proposal:
     """A sentence if both sides have rows, other than padding, without a partner; blank otherwise."""
     wrong_weights: tuple[str, ...] = field(default=(), kw_only=True)
     """The problems of weights: values of another weight, or a layout unlike their neighbours'."""
+    head_orders: tuple[str, ...] = field(default=(), kw_only=True)
+    """Sentences on weights that give q and k, or v and o, of one attention different orders of features."""
 
     def __len__(self) -> int:
         return len(self.pairs)

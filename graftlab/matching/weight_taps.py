@@ -15,11 +15,13 @@ from torch import Tensor
 
 from graftlab.base.tags import name_with
 from graftlab.base.tap_groups import is_data
+from graftlab.base.text import counted
 from graftlab.layouts import Layout, Part, Rearrange, Step
 from graftlab.matching.contradictions import first_taps, uncovered
+from graftlab.matching.heads import odd_heads
 from graftlab.matching.matcher import Matcher
 from graftlab.matching.mistakes import TRANSPOSED, misplaced
-from graftlab.matching.names import last_role, module_of
+from graftlab.matching.names import last_role, layers_of, module_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -71,6 +73,7 @@ def with_weights(
     _WeightsOfModules(matcher, proposal).match()
     _match_mostly_equal(matcher)
     match_constants(matcher)
+    orders = _unlike_heads(matcher, {each.tap for each in misplaced(_by_value(matcher), matcher.baseline)})
     for tap in (*ours, *theirs):
         tap.forget()
     unmatched = [{name: why.replace(" tap ", " weight ") for name, why in left.items()} for left in matcher.unmatched()]
@@ -79,8 +82,9 @@ def with_weights(
     return replace(
         found,
         pairs=tuple(sorted(found.pairs, key=lambda pair: places.get(pair.target, len(places)))),
-        problems=(*proposal.problems, *problems),
+        problems=(*proposal.problems, *problems, *orders),
         wrong_weights=tuple(problems),
+        head_orders=tuple(orders),
     )
 
 
@@ -124,12 +128,12 @@ def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
 
     Returns a sentence on each such weight, and the names of those that now have the right partner.
     """
-    wrong = misplaced([pair for pair in matcher.pairs if pair.by_value], matcher.baseline)
+    wrong = misplaced(_by_value(matcher), matcher.baseline)
     names = {each.tap for each in wrong}
     if not names:
         return [], set()
     moved: set[str] = set()
-    rules = rules_of(pair for pair in matcher.pairs if pair.by_value)
+    rules = rules_of(_by_value(matcher))
     against: dict[int, set[str]] = defaultdict(set)
     for place, rule in enumerate(rules):
         for pair in matcher.pairs:
@@ -148,6 +152,21 @@ def _correct_by_rules(matcher: Matcher) -> tuple[list[str], set[str]]:
             matcher.replace_pairs([*kept, matcher.by_rule(rule.example, rule.seen, other, matcher.target[name])])
             moved.add(name)
     return [*first_taps(wrong)], moved
+
+
+def _by_value(matcher: Matcher) -> list[Pair]:
+    return [pair for pair in matcher.pairs if pair.by_value]
+
+
+def _unlike_heads(matcher: Matcher, odd: Collection[str]) -> list[str]:
+    """A sentence on q and k, or v and o, with different orders of features, for all layers that have the same."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for each in odd_heads(_by_value(matcher), matcher.baseline, matcher.target, odd):
+        layers[layers_of(each.tap)].append(each.text)
+    return [
+        found[0] + (f", and so in {counted(len(found) - 1, 'other layer')}" if len(found) > 1 else "")
+        for found in layers.values()
+    ]
 
 
 def _correct_modules(proposal: Proposal, modules: Collection[str]) -> Proposal:

@@ -130,6 +130,14 @@ def test_a_match_that_fails_or_leaves_rows_unpaired_clears_nothing() -> None:
     assert answer == "differ"
 
 
+def test_heads_in_different_orders_are_a_reason_only_where_the_sides_differ() -> None:
+    proposal = Proposal((Pair("a", "x"),), wrong_weights=("first",), head_orders=("q and k", *"abcd"))
+    parts: dict[str, Any] = {"match": proposal}
+    assert judged(held(), held(taps=("x",)), **parts) == ("agree", ["first."])
+    answer, remarks = judged(held(), held(taps=("x",)), found("a", "out", label="culprit"), **parts)
+    assert (answer, remarks) == ("differ", ["first.", "q and k.", "a.", "b.", "c."])
+
+
 def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() -> None:
     moved = PairRule("output", "output", "gather(of=[4], runs=[[3, 1], [2, 1], [1, 1], [0, 1]], into=[4])")
     rows = MANY[[3, 2, 1, 0]]

@@ -175,6 +175,20 @@ def test_outputs_of_a_weight_in_the_wrong_order_are_paired_as_in_other_layers() 
     assert len(found.wrong_weights) == len(wrong)
 
 
+def test_keys_in_another_order_than_queries_are_named_once_for_all_layers() -> None:
+    order = parse_layout("rearrange('(a b c) d -> (a c b) d', b=4, c=2)")
+    ours = {f"h_{n}_{name}_weight": drawn(16, 8, seed=10 * n + at) for n in range(3) for at, name in enumerate("qk")}
+    both = {f"b{name[1:]}": order.local(value) for name, value in ours.items()}
+    assert with_weights(Proposal(()), weights(**ours), weights(**both)).head_orders == ()
+    queries_alone = {name: ours[f"h{name[1:]}"] if "_k_" in name else value for name, value in both.items()}
+    found = with_weights(Proposal(()), weights(**ours), weights(**queries_alone))
+    (said,) = found.head_orders
+    assert said.startswith("b.0.k.weight is h.0.k.weight in the same order, and b.0.q.weight is h.0.q.weight reordered")
+    assert said.endswith(", and so in 2 other layers")
+    assert found.problems == (said,)
+    assert found.wrong_weights == ()
+
+
 def _sure(found: Proposal) -> list[tuple[str, str, str]]:
     plain = [(pair.baseline.partition("[")[0], pair.target.partition("[")[0], pair.sureness) for pair in found.pairs]
     return [each for each in plain if "weight" in each[1]]
