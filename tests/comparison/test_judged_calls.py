@@ -135,6 +135,20 @@ def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() ->
     rows = MANY[[3, 2, 1, 0]]
     for target, answer in ((rows, "agree"), (rows + torch.eye(4, 3), "inconclusive")):
         assert judged(held(MANY), held(target), found("a", "output"), pairs=[moved])[0] == answer
+    # From inputs of the same rows, a result with fewer lacks some.
+    for aligned, lacks in ((None, True), ("gather", False)):
+        findings = found("x@input", "output")
+        findings.frame["aligned_by"] = aligned
+        answer, remarks = judged(held(MANY), held(rows[:3]), findings, pairs=[moved], match=Proposal(()))
+        said = "The returned value has the shape [4, 3] on the baseline and [3, 3] on the target."
+        assert (answer, remarks[:1]) == (("inconclusive", [said]) if lacks else ("agree", []))
+
+
+def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> None:
+    """Also if no run of the verdict raises."""
+    for calls in ((held(raises="ValueError"), held()), (held(), held(raises="ValueError"))):
+        assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
+        assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
 
 
 # ---- in float32 ------------------------------------------------------------------------------------------------------
@@ -170,7 +184,8 @@ def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
     assert judged(held(), held(), coarse, wide=wide)[0] == "agree"
     # It explains nothing that no tap explains.
     unexplained = found(dtype="float16", unexplained=["The outputs differ."])
-    assert judged(held(), held(), unexplained, wide=wide) == ("differ", [])
+    comparison = Runs(unexplained, wide).judge(held(), held())
+    assert (comparison.answer, comparison.findings.in_float32, comparison.runs) == ("differ", None, 7)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +253,12 @@ def test_results_that_differ_without_taps_alone_are_a_difference() -> None:
         "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
         "switch a fused path off."
     )
+    # As small as a fused path may differ, too.
+    assert judged(held(), held(1.0005 * ONES, tapped={"": ONES}))[0] == "differ"
     # With taps too, so the taps show where.
     assert judged(held(), held(2 * ONES))[1] == []
+    # One side alone is moved by taps.
+    assert judged(held(), held(1.5 * ONES, tapped={"": ONES}))[0] == "differ"
     # Taps move both sides as far, or leave a difference of that size.
     for ours, theirs in (((2.0, 1.0), (1.5, 1.0)), ((1.0, 2.0), (2.0, 1.0))):
         calls = [held(plain * ONES, tapped={"": tapped * ONES}) for plain, tapped in (ours, theirs)]
