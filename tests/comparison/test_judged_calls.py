@@ -12,6 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
+from graftlab.comparison import functions
+from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import MatchError, RunError
@@ -19,6 +21,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import CallDescription, call_dtypes, call_numbers, narrow_call, repeat_call
+from graftlab.ranks.held_functions import FunctionInFile
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -258,7 +261,7 @@ def test_results_that_differ_without_taps_alone_are_a_difference() -> None:
     # With taps too, so the taps show where.
     assert judged(held(), held(2 * ONES))[1] == []
     # One side alone is moved by taps.
-    assert judged(held(), held(1.5 * ONES, tapped={"": ONES}))[0] == "differ"
+    assert judged(held(), held(0.5 * ONES, tapped={"": ONES}))[0] == "differ"
     # Taps move both sides as far, or leave a difference of that size.
     for ours, theirs in (((2.0, 1.0), (1.5, 1.0)), ((1.0, 2.0), (2.0, 1.0))):
         calls = [held(plain * ONES, tapped={"": tapped * ONES}) for plain, tapped in (ours, theirs)]
@@ -269,6 +272,7 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
     stale = found(inconclusive=["The pairs no longer hold."])
     for target, answer, said in (
         (3 * ONES, "differ", ["The results of the two calls differ by 2."]),
+        (1.0001 * ONES, "differ", ["The results of the two calls differ by 0.0001."]),
         (ONES, "inconclusive", []),
     ):
         assert judged(held(), held(target), stale) == (answer, said)
@@ -337,6 +341,35 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         runs.add_backward.return_value = fails
         assert runs.judge(needs, target).remarks[-1] == f"Not checked: {said}"
         assert runs.add_backward.called is (said == after or "repeated" in said)
+
+
+# ---- a compiled form ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("findings", "untapped", "answer"),
+    [
+        (found("a", "b"), 1e-7, "agree"),
+        # Fused code is wrong only without taps in its graph, where no row shows it.
+        (found("a", "b"), 6e-7, "differ"),
+        (found("a", label="culprit"), 1e-7, "differ"),
+        (found("a", "b"), float("nan"), "inconclusive"),
+    ],
+)
+def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
+    findings: Findings, untapped: float, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = SimpleNamespace(verdict=Verdict(findings, 3), untapped=untapped, floor=1e-7)
+    session = Mock()
+    session.compare_compiled.return_value = compiled
+    monkeypatch.setattr(functions, "launch", lambda **options: session)
+    made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0)
+    assert made == (session, compiled, answer)
+    session.close.assert_not_called()
+    session.compare_compiled.side_effect = RunError("run 1 failed")
+    with pytest.raises(RunError):
+        compare_with_compiled(FunctionInFile("a.py", "f"), None, {})
+    session.close.assert_called_once_with()
 
 
 # ---- against a recording ---------------------------------------------------------------------------------------------

@@ -118,6 +118,13 @@ def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(sid
     assert compared.remarks[0].startswith(f"The {side}'s step of AdamW cannot be replayed")
 
 
+def test_an_update_that_one_of_several_ranks_cannot_replay_clears_nothing(made: Any) -> None:
+    ranks = [update(), update(not_repeated=True)]
+    compared = judge_held_updates(made.repeats, [update()], ranks, JudgingChoice(), None, {})
+    assert compared.answer == "inconclusive"
+    assert compared.remarks[0].startswith("The target's step of AdamW cannot be replayed")
+
+
 def test_weights_and_states_that_differ_before_the_update_differ_by_more_than_drift(made: Any) -> None:
     made.given = rows(("w", "param", 0.3), ("v", "param", 1e-6), ("w.exp_avg", "optimizer", 0.3), GIVEN[1])
     compared = judged(made)
