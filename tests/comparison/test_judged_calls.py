@@ -22,6 +22,7 @@ from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import CallDescription, call_dtypes, call_numbers, narrow_call, repeat_call
 from graftlab.ranks.held_functions import FunctionInFile
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -409,6 +410,20 @@ def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_n
     session.verdict.return_value = Verdict(found("a", "head"), 1)
     choice = JudgingChoice(output=output)
     assert judge_against_recording(session, recording, [held(taps=("a", "head"))], choice).answer == answer
+
+
+def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight would be listed as a tap that the recording lacks."""
+    session = Mock()
+    monkeypatch.setattr(functions, "launch", lambda **options: session)
+    monkeypatch.setattr(functions, "judge_against_recording", Mock())
+    monkeypatch.setattr(functions, "judge_held_calls", Mock())
+    monkeypatch.setattr(functions, "described", lambda run: ([], []))
+    recording = Mock(spec=RecordedSide, frame=pd.DataFrame({"name": ["a"]}))
+    functions.compare(recording, print)
+    assert session.run.call_args.kwargs["target"].args[2].params is False
+    functions.compare(print, print)
+    assert [each.args[2].params for each in session.run.call_args.args] == [True, True]
 
 
 def single_tap_apart() -> Findings:
