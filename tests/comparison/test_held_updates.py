@@ -238,6 +238,18 @@ def test_ranks_that_clip_their_parts_lack_a_reduction_unless_it_follows_the_back
     assert ("a reduction over the ranks is missing" in found.sentences[0]) == (not is_reduced)
 
 
+def test_a_reduction_is_missing_only_if_all_gradients_that_differ_lack_it() -> None:
+    parts = [drawn(0), drawn(1)]
+    whole, other, wrong = parts[0] + parts[1], drawn(2), drawn(3)
+    rows = [
+        row(name, rank, *pair) for rank in (0, 1) for name, pair in (("w", (whole, parts[rank])), ("v", (other, wrong)))
+    ]
+    ranks = [description({"w": part, "v": wrong}) for part in parts]
+    found = judge_gradients(rows, [description({"w": whole, "v": other})], ranks, {})
+    assert found.named == ("w", "v")
+    assert not any("a reduction over the ranks is missing" in each for each in found.sentences)
+
+
 def test_equal_halves_on_all_ranks_are_not_a_missing_reduction() -> None:
     whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
     found = gradients_of_ranks([whole / 2, whole / 2], whole)

@@ -16,7 +16,7 @@ from graftlab.comparison import functions
 from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import MatchError, RunError
+from graftlab.errors import MatchError, RecordingError, RunError
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
@@ -153,6 +153,12 @@ def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> N
     for calls in ((held(raises="ValueError"), held()), (held(), held(raises="ValueError"))):
         assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
         assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
+    # If both raise, nothing is judged.
+    runs = Runs(found("a", "b"))
+    runs.session.run.side_effect = RunError("run 2 failed on baseline[0], target[0]")
+    with pytest.raises(RunError, match="run 2 failed"):
+        runs.judge(held(raises="ValueError"), held(raises="ValueError"))
+    runs.verdict.assert_not_called()
 
 
 # ---- in float32 ------------------------------------------------------------------------------------------------------
@@ -182,6 +188,9 @@ def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
     comparison = Runs(found(dtype="float16"), wide).judge(held(), held())
     assert (comparison.answer, comparison.findings.in_float32, comparison.runs) == ("agree", 0.25, 12)
     assert comparison.remarks == ()
+    # A tap that stayed in 16 bits was not judged in float32.
+    still = Verdict(found("a", dtype="float16"), 5)
+    assert Runs(found(dtype="float16"), still).judge(held(), held()).findings.in_float32 is None
     rounding = RoundingGroups(("a",))
     coarse = found("a", dtype="float16", label="culprit", rounding=rounding)
     assert judged(held(), held(), coarse)[0] == "inconclusive"
@@ -424,6 +433,25 @@ def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(mo
     assert session.run.call_args.kwargs["target"].args[2].params is False
     functions.compare(print, print)
     assert [each.args[2].params for each in session.run.call_args.args] == [True, True]
+    recording.frame = recording.frame.iloc[:0]
+    with pytest.raises(RecordingError, match="has nothing to compare with"):
+        functions.compare(recording, print)
+
+
+def test_functions_run_where_and_as_long_as_is_said_and_scripts_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = Mock(side_effect=RunError("not launched"))
+    monkeypatch.setattr(functions, "launch", launched)
+    with pytest.raises(RunError):
+        functions.compare(print, print, device="cuda:1", timeout=7.0, folder="runs")
+    launched.assert_called_once_with(baseline=1, target=1, device="cuda:1", timeout=7.0, folder="runs")
+    compared = Mock()
+    monkeypatch.setattr(functions, "compare_scripts", compared)
+    for given, limit in ((7.0, 600.0), (900.0, 900.0)):
+        functions.compare("python a.py", "python b.py", timeout=given, folder="runs", threshold=9.0)
+        choice = compared.call_args.args[2]
+        assert (choice.settings.timeout, choice.folder, choice.judging.threshold) == (limit, "runs", 9.0)
 
 
 def single_tap_apart() -> Findings:

@@ -345,6 +345,7 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
         _snapshot=SimpleNamespace(update=taken.append),
         static_html=lambda with_figures: "all" if with_figures else "part",
         in_background=lambda work: taken.append("in background"),
+        close=lambda: None,
         _snapshot_state=(False, 1, True, 3),
         _next_snapshot=0.0,
     )
