@@ -141,6 +141,8 @@ def test_only_tensors_that_add_up_are_summands() -> None:
     assert "sum" in str(wanted.keep)
     # Their means add up, by chance.
     assert Runs(one + other, one, other.flip(0)).found() == []
+    # They add up but for more than rounding.
+    assert Runs(one + other, one, other + 1e-4 * drawn(2)).found() == []
     # Copies that are wrong by the number of ranks.
     assert Runs(2 * one, one, one).found() == []
     assert Runs(one + other, one, other, kept=False).found() == []
