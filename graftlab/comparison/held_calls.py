@@ -251,7 +251,7 @@ def judge_held_calls(
         if len(baseline) == len(target) and not outputs_move_rows(pairs)
         else []
     )
-    given_alike = trusted and any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
+    given_alike = any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
     cannot_tell = trusted and not results.compared
     other_batch = answer == "inconclusive" and cannot_tell and not given_alike
     remarks += (_other_batch(baseline, target) if other_batch else []) or unlike[:1]

@@ -204,7 +204,6 @@ class _LaunchSetup:
             for message in self._receive():
                 if isinstance(message, Contacts):
                     connector.add(message.contacts)
-                    reported = reported if connector.complete else None
             connector.work()
             if connector.complete and reported != connector.kinds():
                 reported = connector.kinds()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,30 @@ def test_a_token_that_is_not_its_sides_largest_blames_the_code_that_chooses() ->
     (token,) = found(ours, ours.clone(), others=others)
     assert not token.is_tie
     assert "the code that chooses tokens differs" in sentence_on([token], 4, "Model")
+
+
+def test_a_second_largest_logit_within_rounding_is_no_tie_on_the_side_that_took_it() -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    theirs[1, -1, 11] = 4.1
+    others = theirs[:, -1:].argmax(-1)
+    others[1] = 700
+    (token,) = found(ours, theirs, others=others)
+    assert token.apart <= token.limit
+    assert not token.is_tie
+
+
+def test_an_argument_that_is_no_choice_of_a_token_is_not_excused_by_one_that_is() -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    before, now = [], []
+    for side, position in ((ours, 3), (theirs, 4)):
+        ids = side[:, -1:].argmax(-1)
+        before.append(call(side, ids))
+        now.append(replace(before[-1], whole_numbers={"[0][0]": ids, "position": torch.tensor([position] * 2)}))
+    assert chosen_tokens((before[0], before[1]), (now[0], now[1]), 5.0) == []
+    same = replace(now[1], whole_numbers={**now[1].whole_numbers, "position": now[0].whole_numbers["position"]})
+    assert len(chosen_tokens((before[0], before[1]), (now[0], same), 5.0)) == 1
 
 
 def test_another_token_with_an_equal_logit_is_a_tie() -> None:

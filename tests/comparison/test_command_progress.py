@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import sys
+import webbrowser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from graftlab.comparison import command, functions, scripts
 from graftlab.comparison.command import _given_ranks, _Progress
 from graftlab.comparison.held_calls import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice
-from graftlab.errors import ConfigError, GraftError
+from graftlab.errors import ConfigError, GraftError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.ranks.held_call import WatchChoice
 
@@ -110,6 +113,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("--keep-going", {"keep_going": True}),
         ("--no-restart", {"restart": False}),
         ("--calls 7 --folder runs", {"calls": 7, "folder": Path("runs")}),
+        # A floor of 0 is a floor, and not the measured one.
+        ("--floor 0", {"judging": JudgingChoice(False, "head", 0.0, 9.0)}),
     ],
 )
 def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str, changed: dict[str, Any]) -> None:
@@ -118,8 +123,13 @@ def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str
     ((baseline, target, choice, *_), _) = compared[0]
     watched = WatchChoice("type=='Linear'", ("relu", "add"), "name=='attn'")
     settings, judging = ScriptSettings(watched, "Net", True, 8.0), JudgingChoice(False, "head", 0.5, 9.0)
-    assert choice == ScriptChoice(settings, judging, **changed)
+    assert choice == ScriptChoice(settings, **{"judging": judging, **changed})
     assert (baseline.ranks, target.ranks) == (2, 3)
+
+
+def test_names_of_functions_may_have_spaces_between_them(compared: list[Any]) -> None:
+    assert main(["compare", "python a.py", "python b.py", "--functions", " relu, add,"]) == 2
+    assert compared[0][0][2].settings.choice.functions == ("relu", "add")
 
 
 def test_options_of_functions_reach_the_comparison(compared: list[Any], tmp_path: Path) -> None:
@@ -139,3 +149,69 @@ def test_options_of_functions_reach_the_comparison(compared: list[Any], tmp_path
     assert ([each.name for each in named[:2]], named[2]) == (["f", "x"], {"backend": "eager"})
     expected = {"include": "type=='Linear'", "threshold": 9.0, "device": "cpu", "timeout": 8.0, "folder": Path("runs")}
     assert options == expected
+
+
+# ---- the answer -----------------------------------------------------------------------------------------------------
+
+
+class Answered(contextlib.AbstractContextManager["Answered"]):
+    """A comparison, and its session, that was made."""
+
+    answer, named, labels, runs, starts, match, text = "differ", ["norm"], {}, 7, 0, None, "norm differs."
+
+    def __init__(self, folder: Path) -> None:
+        self.session, self.folder = self, folder
+
+    def report(self, path: Path) -> Path:
+        return path
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*_: object, **__: object) -> Answered:
+        print("a model's own output")
+        return Answered(tmp_path)
+
+    opened: list[str] = []
+    monkeypatch.setattr(scripts, "compare_scripts", compare)
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    words = ["compare", "python a.py", "python b.py"]
+    assert main([*words, "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["named"] == ["norm"]
+    assert shown.err == "a model's own output\n"
+    assert opened == []
+    assert main([*words, "--open", "--report", str(tmp_path / "page.html")]) == 1
+    assert opened == [(tmp_path / "page.html").as_uri()]
+    assert capsys.readouterr().out.endswith(f"norm differs.\n\nThe report is {tmp_path / 'page.html'}\n")
+
+
+@pytest.mark.parametrize("json_wanted", [True, False])
+@pytest.mark.parametrize(
+    ("interrupt", "known"),
+    [
+        (KeyboardInterrupt("So far: 1 call of Net agrees."), "So far: 1 call of Net agrees."),
+        (WaitInterrupted("run 3 continues"), "Nothing was judged yet."),
+    ],
+)
+def test_an_interrupt_ends_with_what_was_known_and_the_code_of_a_shell(
+    interrupt: KeyboardInterrupt,
+    known: str,
+    json_wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def compare(*_: object) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(scripts, "compare_scripts", compare)
+    assert main(["compare", "python a.py", "python b.py", *(["--json"] if json_wanted else [])]) == 130
+    shown = capsys.readouterr()
+    text = f"interrupted; both sides have ended. {known}"
+    if json_wanted:
+        assert json.loads(shown.out) == {"answer": "inconclusive", "exit_code": 130, "text": text}
+    else:
+        assert (shown.out, shown.err) == ("", f"graftlab compare: {text}\n")

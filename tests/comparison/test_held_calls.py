@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graftlab.__main__ import main
+from graftlab.comparison import held_calls
 from graftlab.comparison.held_calls import (
     JudgingChoice,
     Repeats,
@@ -27,7 +28,7 @@ from graftlab.comparison.held_calls import (
     known_at,
     names_pair,
 )
-from graftlab.comparison.held_units import failure_of, other_exit_code
+from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
@@ -201,8 +202,11 @@ def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path, monkeypatch: 
         FunctionInFile(str(path), "g")()
     with pytest.raises(ConfigError, match=r"reference_of_test\.py does not define B; it defines A, f, x"):
         function_in_file(f"{path}:B")
-    path.write_text("globals()['made'] = 5\n")
-    assert function_in_file(f"{path}:made").name == "made"
+    for text in ("globals()['made'] = 5", "from torch.nn import *", "def __getattr__(name): ...", "import x as made"):
+        path.write_text(f"{text}\n")
+        assert function_in_file(f"{path}:made").name == "made"
+    with pytest.raises(ConfigError, match="does not define x; it defines made"):
+        function_in_file(f"{path}:x")
     other = tmp_path / "torch.py"
     other.write_text("")
     with pytest.raises(SessionError, match="is that of another module"):
@@ -361,6 +365,15 @@ def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> No
     assert rows_in_calls(torch.cat([twice, padded[0]]), twice)
     # A row cannot be the partner of two.
     assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
+    # Nothing of an empty result was compared.
+    assert not rows_in_calls(padded[:, :0], padded[:, :0])
+
+
+def test_results_with_too_many_rows_to_compare_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.eye(4)
+    assert rows_in_calls(rows, rows)
+    monkeypatch.setattr(held_calls, "_MOST_ROW_PAIRS", 15)
+    assert not rows_in_calls(rows, rows)
 
 
 def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -> None:
@@ -377,24 +390,55 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     assert known_at(WaitInterrupted("run 3 continues")) == []
 
 
+class Ending:
+    """A script's process whose exit code is known once it was waited for; None if it does not end in time."""
+
+    exit_code: int | None = None
+
+    def __init__(self, side: str, ranks: int, code: int | None) -> None:
+        self.side, self.command, self._code = side, SimpleNamespace(text=f"{side}.py", ranks=ranks), code
+
+    def wait(self, limit: float) -> bool:
+        self.exit_code = self._code
+        return self._code is not None
+
+    def how_it_ended(self) -> str:
+        return "ended with exit code"
+
+    def last_lines(self) -> str:
+        return "last"
+
+
 @pytest.mark.parametrize(
-    ("codes", "ranks", "said"), [((0, 3), 1, "target"), ((2, 0), 1, "baseline"), ((3, 3), 1, None), ((0, 1), 2, None)]
+    ("codes", "ranks", "said"),
+    [
+        ((0, 3), 1, "target"),
+        ((2, 0), 1, "baseline"),
+        ((3, 3), 1, None),
+        ((0, 1), 2, None),
+        # A process that still ends has no exit code to compare.
+        ((None, 0), 1, None),
+        ((3, None), 1, None),
+    ],
 )
-def test_exit_codes_that_differ_are_reported(codes: tuple[int, int], ranks: int, said: str | None) -> None:
-    ended = {
-        side: SimpleNamespace(
-            side=side,
-            command=SimpleNamespace(text=f"{side}.py", ranks=ranks),
-            exit_code=code,
-            wait=lambda limit: True,
-            how_it_ended=lambda: "ended with exit code",
-            last_lines=lambda: "last",
-        )
-        for side, code in zip(("baseline", "target"), codes, strict=True)
-    }
+def test_exit_codes_that_differ_are_reported(codes: tuple[int | None, ...], ranks: int, said: str | None) -> None:
+    ended = {side: Ending(side, ranks, code) for side, code in zip(("baseline", "target"), codes, strict=True)}
     told = other_exit_code(cast("Any", ended))
     assert (told is None) == (said is None)
     assert said is None or str(told).startswith(f"{said} `{said}.py` ended with exit code")
+
+
+def test_a_side_has_ended_also_if_a_process_could_not_report_it() -> None:
+    call, end = CallDescription("Net", 1, False, (), {}, {}), ScriptEnd(None)
+    assert HeldUnits([None], [end, None]).have_ended
+    assert not HeldUnits([end], [end, call]).have_ended
+
+
+def test_a_side_of_several_ranks_raises_once() -> None:
+    """Whether only one side raises decides which sides continue."""
+    raises, returns = (CallDescription("Net", 1, False, (), {}, {}, raises=each) for each in ("ValueError", None))
+    assert HeldUnits([returns, returns], [raises, raises]).raising == [("target", raises)]
+    assert HeldUnits([raises], [raises, raises]).raising == [("baseline", raises), ("target", raises)]
 
 
 def test_frames_of_torch_and_of_graftlab_are_left_out_of_the_last_lines() -> None:
@@ -436,6 +480,21 @@ def taps_of(name: str, label: str = "clean") -> pd.DataFrame:
 )
 def test_ranks_are_counted_by_the_launchers_option(command: str, ranks: int) -> None:
     assert ranks_of_command(command.split()) == ranks
+
+
+def test_a_function_is_found_in_a_file_of_the_users_folder_and_of_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "named.py").write_bytes("# coding: latin-1\ndef größe(): ...\ndef f(): ...\n".encode("latin-1"))
+    assert function_in_file("~/named.py:f").path == str(tmp_path / "named.py")
+
+
+def test_a_script_runs_in_this_python_also_if_its_path_has_spaces(tmp_path: Path) -> None:
+    script = tmp_path / "my model.py"
+    script.touch()
+    assert command_of(str(script), None).arguments == (sys.executable, str(script))
+    assert command_of(f"'{script}' --fast", None).arguments == (sys.executable, str(script), "--fast")
 
 
 def test_variables_before_a_command_are_set_for_it() -> None:
@@ -505,7 +564,7 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         ({}, True, False, "inconclusive"),
         ({"frame": taps_of("a").iloc[:0]}, True, True, "inconclusive"),
         ({"failed": ["A stage failed."]}, True, True, "inconclusive"),
-        ({"without_output": ["The output was not compared."]}, True, False, "inconclusive"),
+        ({"without_output": ["The output was not compared."]}, True, True, "inconclusive"),
         ({"not_repeated": ["a"]}, True, True, "inconclusive"),
         ({"target_not_repeated": ["a"]}, True, True, "inconclusive"),
         ({"inconclusive": ["The target is ahead by 1 call."]}, True, True, "inconclusive"),
@@ -513,6 +572,9 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         ({"frame": taps_of("a", label="culprit")}, True, True, "differ"),
         ({"unexplained": ["The returned value differs."]}, True, True, "differ"),
         ({"data": ["The weights already differ."]}, True, True, "differ"),
+        # Gradients that follow from a group that rounds differently still differ.
+        ({"following": ("a@grad",)}, True, True, "differ"),
+        ({"raised": "The target raises ValueError; the baseline does not."}, True, True, "inconclusive"),
         ({"frame": taps_of("a", label="culprit")}, False, True, "inconclusive"),
     ],
 )
@@ -538,6 +600,8 @@ def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
     session.run.return_value = SimpleNamespace(baseline=[None], target=[None])
     assert Repeats(session).add_backward() is None
     assert session.run.call_args_list == [call(try_backward, try_backward)]
-    session.run.return_value = SimpleNamespace(baseline=[None], target=[None, "no gradient"])
-    assert Repeats(session).add_backward() == "no gradient"
-    assert session.run.call_args_list[1:] == [call(try_backward, try_backward), call(drop_backward, drop_backward)]
+    for ours, theirs in (([None], [None, "no gradient"]), (["no gradient"], [None, None])):
+        session.run.reset_mock()
+        session.run.return_value = SimpleNamespace(baseline=ours, target=theirs)
+        assert Repeats(session).add_backward() == "no gradient"
+        assert session.run.call_args_list == [call(try_backward, try_backward), call(drop_backward, drop_backward)]

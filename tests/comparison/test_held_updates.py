@@ -238,6 +238,18 @@ def test_ranks_that_clip_their_parts_lack_a_reduction_unless_it_follows_the_back
     assert ("a reduction over the ranks is missing" in found.sentences[0]) == (not is_reduced)
 
 
+def test_a_reduction_is_missing_only_if_all_gradients_that_differ_lack_it() -> None:
+    parts = [drawn(0), drawn(1)]
+    whole, other, wrong = parts[0] + parts[1], drawn(2), drawn(3)
+    rows = [
+        row(name, rank, *pair) for rank in (0, 1) for name, pair in (("w", (whole, parts[rank])), ("v", (other, wrong)))
+    ]
+    ranks = [description({"w": part, "v": wrong}) for part in parts]
+    found = judge_gradients(rows, [description({"w": whole, "v": other})], ranks, {})
+    assert found.named == ("w", "v")
+    assert not any("a reduction over the ranks is missing" in each for each in found.sentences)
+
+
 def test_equal_halves_on_all_ranks_are_not_a_missing_reduction() -> None:
     whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
     found = gradients_of_ranks([whole / 2, whole / 2], whole)
@@ -255,6 +267,44 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     assert found.unseen == ("the gradients of b, which are barely above rounding noise.",)
     doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_how_small_a_gradient_must_be_to_be_noise_follows_from_the_size_of_all(size: float) -> None:
+    large, noise, other = (size * each for each in (drawn(0), drawn(1), drawn(2)))
+    for part, is_noise in ((1e-8, True), (1e-5, False)):
+        pairs = {"w": (large, large), "b": (part * noise, part * other)}
+        rows = [row(name, 0, *pair) for name, pair in pairs.items()]
+        ours, theirs = (description({name: pair[side] for name, pair in pairs.items()}) for side in (0, 1))
+        found = judge_gradients(rows, [ours], [theirs], {})
+        assert found.named == (() if is_noise else ("b",))
+        assert bool(found.unseen) is is_noise
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_weight_that_only_one_side_trains_is_named(side: str) -> None:
+    """Nothing is compared of it."""
+    whole, other = drawn(0), "target" if side == "baseline" else "baseline"
+    both = description({"w": whole, "v": drawn(1)})
+    for lacks, said in (
+        (replace(description({"w": whole}), without_gradient=("v",)), f"The {side} has no gradient for v, and the"),
+        (replace(description({"w": whole}), frozen=("v",)), f"The {side} does not train v, and the"),
+    ):
+        ours, theirs = (lacks, both) if side == "baseline" else (both, lacks)
+        found = judge_gradients([row("w", 0, whole, whole)], [ours], [theirs], {})
+        assert found.sentences == (f"{said} {other} does.",)
+    # Neither has a gradient there.
+    alike = replace(description({"w": whole}), without_gradient=("v",), frozen=("u",))
+    assert judge_gradients([row("w", 0, whole, whole)], [alike], [alike], {}).sentences == ()
+
+
+def test_a_factor_of_half_of_the_gradients_is_not_that_of_all() -> None:
+    factors = {"a": 2.0, "b": 2.0, "c": 1.0, "d": 3.0}
+    ours = {name: drawn(number) for number, name in enumerate(factors)}
+    theirs = {name: factors[name] * ours[name] for name in ours}
+    rows = [row(name, 0, ours[name], theirs[name]) for name in ours]
+    found = judge_gradients(rows, [description(ours)], [description(theirs)], {})
+    assert (found.factor, found.named) == (1.0, ("a", "b", "d"))
 
 
 def test_gradients_are_judged_by_those_of_an_agreeing_call() -> None:

@@ -12,13 +12,17 @@ import pandas as pd
 import pytest
 import torch
 
+from graftlab.comparison import functions
+from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import MatchError, RunError
+from graftlab.errors import MatchError, RecordingError, RunError
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import CallDescription, call_dtypes, call_numbers, narrow_call, repeat_call
+from graftlab.ranks.held_functions import FunctionInFile
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -143,6 +147,26 @@ def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() ->
     rows = MANY[[3, 2, 1, 0]]
     for target, answer in ((rows, "agree"), (rows + torch.eye(4, 3), "inconclusive")):
         assert judged(held(MANY), held(target), found("a", "output"), pairs=[moved])[0] == answer
+    # From inputs of the same rows, a result with fewer lacks some.
+    for aligned, lacks in ((None, True), ("gather", False)):
+        findings = found("x@input", "output")
+        findings.frame["aligned_by"] = aligned
+        answer, remarks = judged(held(MANY), held(rows[:3]), findings, pairs=[moved], match=Proposal(()))
+        said = "The returned value has the shape [4, 3] on the baseline and [3, 3] on the target."
+        assert (answer, remarks[:1]) == (("inconclusive", [said]) if lacks else ("agree", []))
+
+
+def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> None:
+    """Also if no run of the verdict raises."""
+    for calls in ((held(raises="ValueError"), held()), (held(), held(raises="ValueError"))):
+        assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
+        assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
+    # If both raise, nothing is judged.
+    runs = Runs(found("a", "b"))
+    runs.session.run.side_effect = RunError("run 2 failed on baseline[0], target[0]")
+    with pytest.raises(RunError, match="run 2 failed"):
+        runs.judge(held(raises="ValueError"), held(raises="ValueError"))
+    runs.verdict.assert_not_called()
 
 
 # ---- in float32 ------------------------------------------------------------------------------------------------------
@@ -172,13 +196,17 @@ def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
     comparison = Runs(found(dtype="float16"), wide).judge(held(), held())
     assert (comparison.answer, comparison.findings.in_float32, comparison.runs) == ("agree", 0.25, 12)
     assert comparison.remarks == ()
+    # A tap that stayed in 16 bits was not judged in float32.
+    still = Verdict(found("a", dtype="float16"), 5)
+    assert Runs(found(dtype="float16"), still).judge(held(), held()).findings.in_float32 is None
     rounding = RoundingGroups(("a",))
     coarse = found("a", dtype="float16", label="culprit", rounding=rounding)
     assert judged(held(), held(), coarse)[0] == "inconclusive"
     assert judged(held(), held(), coarse, wide=wide)[0] == "agree"
     # It explains nothing that no tap explains.
     unexplained = found(dtype="float16", unexplained=["The outputs differ."])
-    assert judged(held(), held(), unexplained, wide=wide) == ("differ", [])
+    comparison = Runs(unexplained, wide).judge(held(), held())
+    assert (comparison.answer, comparison.findings.in_float32, comparison.runs) == ("differ", None, 7)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +274,12 @@ def test_results_that_differ_without_taps_alone_are_a_difference() -> None:
         "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
         "switch a fused path off."
     )
+    # As small as a fused path may differ, too.
+    assert judged(held(), held(1.0005 * ONES, tapped={"": ONES}))[0] == "differ"
     # With taps too, so the taps show where.
     assert judged(held(), held(2 * ONES))[1] == []
+    # One side alone is moved by taps.
+    assert judged(held(), held(0.5 * ONES, tapped={"": ONES}))[0] == "differ"
     # Taps move both sides as far, or leave a difference of that size.
     for ours, theirs in (((2.0, 1.0), (1.5, 1.0)), ((1.0, 2.0), (2.0, 1.0))):
         calls = [held(plain * ONES, tapped={"": tapped * ONES}) for plain, tapped in (ours, theirs)]
@@ -258,6 +290,7 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
     stale = found(inconclusive=["The pairs no longer hold."])
     for target, answer, said in (
         (3 * ONES, "differ", ["The results of the two calls differ by 2."]),
+        (1.0001 * ONES, "differ", ["The results of the two calls differ by 0.0001."]),
         (ONES, "inconclusive", []),
     ):
         assert judged(held(), held(target), stale) == (answer, said)
@@ -328,6 +361,35 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         assert runs.add_backward.called is (said == after or "repeated" in said)
 
 
+# ---- a compiled form ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("findings", "untapped", "answer"),
+    [
+        (found("a", "b"), 1e-7, "agree"),
+        # Fused code is wrong only without taps in its graph, where no row shows it.
+        (found("a", "b"), 6e-7, "differ"),
+        (found("a", label="culprit"), 1e-7, "differ"),
+        (found("a", "b"), float("nan"), "inconclusive"),
+    ],
+)
+def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
+    findings: Findings, untapped: float, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = SimpleNamespace(verdict=Verdict(findings, 3), untapped=untapped, floor=1e-7)
+    session = Mock()
+    session.compare_compiled.return_value = compiled
+    monkeypatch.setattr(functions, "launch", lambda **options: session)
+    made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0)
+    assert made == (session, compiled, answer)
+    session.close.assert_not_called()
+    session.compare_compiled.side_effect = RunError("run 1 failed")
+    with pytest.raises(RunError):
+        compare_with_compiled(FunctionInFile("a.py", "f"), None, {})
+    session.close.assert_called_once_with()
+
+
 # ---- against a recording ---------------------------------------------------------------------------------------------
 
 
@@ -365,6 +427,39 @@ def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_n
     session.verdict.return_value = Verdict(found("a", "head"), 1)
     choice = JudgingChoice(output=output)
     assert judge_against_recording(session, recording, [held(taps=("a", "head"))], choice).answer == answer
+
+
+def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight would be listed as a tap that the recording lacks."""
+    session = Mock()
+    monkeypatch.setattr(functions, "launch", lambda **options: session)
+    monkeypatch.setattr(functions, "judge_against_recording", Mock())
+    monkeypatch.setattr(functions, "judge_held_calls", Mock())
+    monkeypatch.setattr(functions, "described", lambda run: ([], []))
+    recording = Mock(spec=RecordedSide, frame=pd.DataFrame({"name": ["a"]}))
+    functions.compare(recording, print)
+    assert session.run.call_args.kwargs["target"].args[2].params is False
+    functions.compare(print, print)
+    assert [each.args[2].params for each in session.run.call_args.args] == [True, True]
+    recording.frame = recording.frame.iloc[:0]
+    with pytest.raises(RecordingError, match="has nothing to compare with"):
+        functions.compare(recording, print)
+
+
+def test_functions_run_where_and_as_long_as_is_said_and_scripts_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = Mock(side_effect=RunError("not launched"))
+    monkeypatch.setattr(functions, "launch", launched)
+    with pytest.raises(RunError):
+        functions.compare(print, print, device="cuda:1", timeout=7.0, folder="runs")
+    launched.assert_called_once_with(baseline=1, target=1, device="cuda:1", timeout=7.0, folder="runs")
+    compared = Mock()
+    monkeypatch.setattr(functions, "compare_scripts", compared)
+    for given, limit in ((7.0, 600.0), (900.0, 900.0)):
+        functions.compare("python a.py", "python b.py", timeout=given, folder="runs", threshold=9.0)
+        choice = compared.call_args.args[2]
+        assert (choice.settings.timeout, choice.folder, choice.judging.threshold) == (limit, "runs", 9.0)
 
 
 def single_tap_apart() -> Findings:

@@ -181,6 +181,8 @@ def test_tokens_are_compared_only_where_their_logits_were_and_nothing_else_diffe
     turns._before = turns._newest = (call(), call())
     assert tokens()
     assert not tokens(failed=["the swap failed"])
+    assert not tokens(not_repeated=["a"])
+    assert not tokens(target_not_repeated=["a"])
     assert not tokens(inputs=["input.y@input"])
     assert not tokens(data=[*of_inputs["data"], "The weights already differ: w"])
     assert not tokens(frame=inputs.assign(label="clean"))
@@ -230,6 +232,10 @@ def test_a_call_that_cannot_be_repeated_is_judged_by_starting_again_or_refused(
     assert len(turns._started.judged) == 1
     (said,) = turns.announced
     assert "The scripts will be started again" in said
+    # A difference that was found anyway needs no other start.
+    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared("differ", not_repeated=["a"]))
+    assert turns._judge_call(held()).answer == "differ"
+    assert len(turns._started.judged) == 1
     # A verdict may show it later than the description.
     monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared("inconclusive", not_repeated=["a"]))
     assert turns._judge_call(held()).answer == "differ"

@@ -58,9 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         return SimpleNamespace(frame=made.given if functions == (show_inputs, show_inputs) else made.taken)
 
     session: Any = SimpleNamespace(run=run)
-    monkeypatch.setattr(
-        held_updates, "lend_plan", lambda session, **plan: made.done.append((plan["b2t"], plan["compare"]))
-    )
+    monkeypatch.setattr(held_updates, "lend_plan", lambda session, **plan: made.done.append(dict(sorted(plan.items()))))
     monkeypatch.setattr(held_updates, "restore_plan", lambda session: made.done.append("restored"))
     monkeypatch.setattr(held_updates, "judge_gradients", lambda *given: made.gradients)
 
@@ -86,11 +84,12 @@ def test_equal_updates_agree_and_the_target_began_with_the_baselines_values(made
     compared = judged(made)
     assert (compared.answer, compared.named, compared.runs) == ("agree", [], 3)
     assert compared.remarks == ("From equal weights, gradients and state both sides compute the same update.",)
+    nothing: dict[str, str | None] = {"b2t": None, "compare": "True", "keep": None, "t2b": None}
     assert made.done == [
-        (None, "True"),
+        nothing,
         (show_inputs, show_inputs),
         "restored",
-        ("True", "True"),
+        {**nothing, "b2t": "True"},
         (take_inputs, take_inputs),
         "restored",
     ]
@@ -117,6 +116,13 @@ def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(sid
     compared = judged(made, *((moved, None) if side == "baseline" else (None, moved)))
     assert compared.answer == "inconclusive"
     assert compared.remarks[0].startswith(f"The {side}'s step of AdamW cannot be replayed")
+
+
+def test_an_update_that_one_of_several_ranks_cannot_replay_clears_nothing(made: Any) -> None:
+    ranks = [update(), update(not_repeated=True)]
+    compared = judge_held_updates(made.repeats, [update()], ranks, JudgingChoice(), None, {})
+    assert compared.answer == "inconclusive"
+    assert compared.remarks[0].startswith("The target's step of AdamW cannot be replayed")
 
 
 def test_weights_and_states_that_differ_before_the_update_differ_by_more_than_drift(made: Any) -> None:
@@ -177,6 +183,13 @@ def test_a_value_of_the_closures_first_call_does_not_follow_from_the_step() -> N
     assert not first(occurrence=1)
     assert not first(ratio=1.0)
     assert not first(label="clean")
+
+
+def test_values_of_later_calls_stay_named_if_nothing_else_is() -> None:
+    given = rows(("h", None, 0.1), ("w", "param", 0.1), status="grafted")
+    frame = labelled(added_frame(given, {}, constant=1e-6), ["h", "w@param"], (), {}, 5.0)
+    assert held_updates._model_inherits(Findings(frame, 5.0, 1)).named == ["w@param"]
+    assert held_updates._model_inherits(Findings(frame[frame["name"] == "h"], 5.0, 1)).named == ["h"]
 
 
 def test_settings_are_compared_by_weight_and_said_once() -> None:

@@ -7,14 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 
 import graftlab as gl
 from graftlab.comparison import started_scripts
+from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice
 from graftlab.comparison.started_scripts import StartedScripts
 from graftlab.errors import RunError
+from graftlab.judging.started_runs import RecordedSteps
+from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
-from graftlab.ranks.held_call import ScriptEnd, held_unit
+from graftlab.ranks.held_call import CallDescription, ScriptEnd, held_unit
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.recorded_step import RecordSummary
+from graftlab.verdict.wording import Findings
 
 
 class Noted:
@@ -127,3 +135,93 @@ def test_a_backward_pass_that_fails_is_left_out_of_later_starts(
     # The failed start is not recorded: another one takes its place, before the repetition.
     assert reached == [True, False, False]
     assert scripts.add_backward() == "RuntimeError: no gradient"
+
+
+# ---- one judgement --------------------------------------------------------------------------------------------------
+
+
+class Judged(StartedScripts):
+    """Scripts whose starts are only noted. ``given`` has the descriptions that were judged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Answer = "agree") -> None:
+        super().__init__(SimpleNamespace(), lambda: [], training=False)  # type: ignore[arg-type]
+        self.done: list[object] = []
+        self.given: list[Any] = []
+
+        def judge(repeats: object, ours: Any, theirs: Any, *more: object) -> Comparison:
+            self.done.append("judge")
+            self.given = [*ours, *theirs]
+            nothing: Any = Findings(pd.DataFrame(), 5.0, 1)
+            return Comparison(nothing, 1, self.session, None, answer)
+
+        monkeypatch.setattr(started_scripts, "judge_held_calls", judge)
+        monkeypatch.setattr(started_scripts, "judge_held_updates", judge)
+
+    def _reach(self, *, takes_inputs: bool = True) -> None:
+        self.starts += 1
+        self.done.append((self._units["target"], self._backward, takes_inputs))
+
+    def _record(self, where: str) -> str | None:
+        self.done.append(where)
+        shown = {
+            side: [RecordSummary((f"{side} tap",), {"": torch.zeros(1)}, (), 0)] for side in ("baseline", "target")
+        }
+        self._recorded = RecordedSteps("", shown, {})  # type: ignore[arg-type]
+        return None
+
+
+def call(number: int = 1, **more: Any) -> CallDescription:
+    usual: Any = {"needs_backward": False, "taps": (), "plain": {"": torch.ones(1)}, "tapped": {}}
+    return CallDescription("Net", number, **{**usual, **more})
+
+
+def update() -> UpdateDescription:
+    return UpdateDescription("AdamW", 2, 1, {}, {}, {}, {}, {}, {}, (), (), not_repeated=True)
+
+
+def test_a_call_is_judged_by_what_its_first_start_showed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Judged(monkeypatch)
+    scripts._no_backward = "of an earlier call"
+    held = call(3, not_repeated=("a",), fails_when_repeated="KeyError", needs_backward=True)
+    assert scripts.judge_call([held], [held], JudgingChoice(), None).answer == "agree"
+    # What cannot be repeated in its process says nothing about runs that begin anew.
+    assert [(each.taps, each.not_repeated, each.fails_when_repeated) for each in scripts.given] == [
+        (("baseline tap",), (), None),
+        (("target tap",), (), None),
+    ]
+    assert all(each.tapped[""].tolist() == [0.0] for each in scripts.given)
+    assert scripts.add_backward() is None
+    # The scripts continue from there.
+    assert scripts.done == ["call 3 of Net", "judge", (("call", 3), True, True)]
+
+
+def test_an_update_is_shown_as_it_is_before_the_baselines_values_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Judged(monkeypatch)
+    scripts._units, scripts._backward, scripts._no_backward = {"target": ("call", 1)}, True, "of an earlier call"
+    compared = scripts.judge_update([update()], [update()], JudgingChoice(), None, {})
+    assert (compared.answer, compared.starts) == ("agree", 2)
+    assert [each.not_repeated for each in scripts.given] == [False, False]
+    # Values that the target has taken would hide how its own differ.
+    unit = "update", 2
+    assert scripts.done == ["update 2 of the weights", (unit, False, False), "judge", (unit, False, True)]
+    assert scripts.add_backward() is None
+
+
+def test_scripts_that_differ_are_not_started_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Judged(monkeypatch, "differ")
+    assert scripts.judge_call([call()], [call()], JudgingChoice(), None).answer == "differ"
+    assert scripts.done == ["call 1 of Net", "judge"]
+
+
+@pytest.mark.parametrize("explain", [True, False])
+def test_an_update_has_no_output_that_could_be_chosen(explain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[VerdictRequest] = []
+    monkeypatch.setattr(started_scripts, "StartedRuns", lambda session, request, *_: asked.append(request))
+    monkeypatch.setattr(started_scripts, "judge_runs", lambda runs: "the verdict")
+    scripts = Judged(monkeypatch)
+    scripts._record("call 1")
+    choice = JudgingChoice(output="logits", floor=1e-3, threshold=7.0)
+    assert scripts.verdict(choice, explain=explain) == "the verdict"  # type: ignore[comparison-overlap]
+    (request,) = asked
+    assert (request.output, request.explain) == (("logits", True) if explain else (None, False))
+    assert (request.floor, request.threshold) == (1e-3, 7.0)

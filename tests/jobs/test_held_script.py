@@ -22,6 +22,7 @@ from graftlab.errors import ConfigError
 from graftlab.jobs import handshake, held_script
 from graftlab.jobs.handshake import HoldAccepted, RequestRefused, StatusQuery
 from graftlab.jobs.held_script import HeldScript, _claim_rank, _ScriptRank, forget_claims
+from graftlab.jobs.script_launcher import ScriptRankHandle
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import held_call
@@ -320,3 +321,17 @@ def test_a_process_that_is_not_admitted_raises_the_reason(
     with pytest.raises(ConfigError, match=said):
         held_script._join(tmp_path, "target", print)
     assert comparison.made == []
+
+
+def test_a_handle_of_a_scripts_rank_has_the_devices_of_its_request() -> None:
+    request = handshake.HoldRequest("target", 0, 1, os.getpid(), "cuda:1", "nccl")
+    ends = [socket.socket() for _ in range(3)]
+    segment = os.memfd_create("status")
+    os.truncate(segment, 1 << 16)
+    try:
+        handle = ScriptRankHandle(Place("target", 0, 1, 1), request, MagicMock(), *ends, segment)
+        assert (handle.assignment.device, handle.assignment.backend, handle.pid) == ("cuda:1", "nccl", os.getpid())
+    finally:
+        os.close(segment)
+        for end in ends:
+            end.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import pytest
 import torch
 
-from graftlab.judging.masked_values import _apart, _may_be_masked
+from graftlab.errors import SessionError
+from graftlab.judging.masked_values import _apart, _may_be_masked, without_masked_values
+from graftlab.judging.verdict_runs import RunFilters
 
 
 def tap(name: str, least: float, most: float, *, apart: float = 0.1, status: str = "compared") -> dict[str, object]:
@@ -39,3 +43,42 @@ def test_only_values_masked_on_both_sides_are_left_out_of_the_difference() -> No
     assert _apart(x[2:], y[2:]) is None
     assert _apart(x, y[:3]) is None
     assert _apart(x.long(), y.long()) is None
+
+
+class Runs:
+    """Keeps the pairs of values of a run; the second call of each tap did not fit the budget."""
+
+    def __init__(self) -> None:
+        self.asked: list[RunFilters] = []
+
+    def both(self, why: str, wanted: RunFilters) -> None:
+        self.asked.append(wanted)
+
+    def pair(self, name: str, rank: int, step: int, tags: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (name, rank, step, tags.get("kind")) == ("masked", 0, 0, None)
+        if tags["occurrence"]:
+            raise SessionError("no pair was kept")
+        return torch.tensor([3.0, 4.0, -1e9]), torch.tensor([3.0, 4.5, -1e9])
+
+
+def test_values_that_are_not_masked_are_judged_by_the_largest_floor() -> None:
+    """Gradients of a masked tap, and pairs that were not kept, stay as they are."""
+    calls: list[dict[str, Any]] = [
+        {"name": "masked", "tags": {}, "occurrence": 0},
+        {"name": "masked", "tags": {}, "occurrence": 1},
+        {"name": "masked", "tags": {"kind": "grad"}, "occurrence": 0},
+        {"name": "usual", "tags": {}, "occurrence": 0},
+    ]
+    usual = {"rank": 0, "step": 0, "dtype": "float32", "added": 1e-9, "ratio": 0.5}
+    frame = pd.DataFrame([{**usual, **each, "floor": 10.0 ** -(3 + place)} for place, each in enumerate(calls)])
+    runs: Any = Runs()
+    found, names = without_masked_values(runs, pd.DataFrame([tap("masked", -1e9, 3.0)]), frame, "name == 'alone'")
+    assert names == ["masked"]
+    assert found["added"].tolist() == [pytest.approx(0.1), 1e-9, 1e-9, 1e-9]
+    assert found["ratio"].tolist() == [pytest.approx(100.0), 0.5, 0.5, 0.5]
+    (wanted,) = runs.asked
+    assert (wanted.b2t, wanted.leaving) == ("True", "name == 'alone'")
+    assert "masked" in str(wanted.keep)
+    unmasked = pd.DataFrame([tap("usual", -1.0, 3.0)])
+    assert without_masked_values(runs, unmasked, frame, None) == (frame, [])
+    assert len(runs.asked) == 1

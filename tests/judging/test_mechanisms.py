@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kit.rows import tap
 from torch import Tensor
 
 from graftlab.diffs.results import ResultDifference
@@ -15,6 +16,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.judging.mechanisms import LentWeights, Mechanisms
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
+from graftlab.rows.store import to_frame
 from graftlab.verdict.unexplained import ReturnedValues
 
 Pair = tuple[Tensor, Tensor]
@@ -181,6 +183,25 @@ def test_weights_are_lent_where_the_results_differ_and_their_pairs_are_looked_at
     assert found
     assert found.hints["w"].startswith("at w, ")
     assert found.maps["w"].title == "w"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_lent"),
+    [
+        ({"rel_l2": 1e-3}, True),
+        ({"rel_l2": 1e-7}, False),
+        # Not a number on one side alone, whose distance is not known.
+        ({"rel_l2": float("nan"), "nonfinite_differ": 1}, True),
+    ],
+)
+def test_weights_of_functions_that_return_nothing_are_lent_if_the_last_tap_differs(
+    fields: dict[str, Any], is_lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graftlab.judging.mechanisms.weights_to_lend", lambda rows, threshold: [{"name": "w"}])
+    runs: Any = LendingRuns(SessionError("it was asked for"))
+    runs.returned = None
+    rows = to_frame([tap("early", 1, 0.5), tap("late", 2, **fields), tap("late", 3, 0.5, own={"kind": "grad"})])
+    assert (LentWeights.of(runs, rows, 10.0).failure is not None) is is_lent
 
 
 def test_weights_of_another_arrangement_are_given_back(lent: Any) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from kit.rows import tap
 from torch import nn
 from torch.nn import functional as F
 
 import graftlab as gl
+from graftlab.errors import SessionError
+from graftlab.judging.partial_sums import partial_sums
+from graftlab.judging.verdict_runs import RunFilters
+from graftlab.rows.store import to_frame
 
 RANKS = 1, 2
-
-pytestmark = pytest.mark.ranks
 
 
 class Block(nn.Module):
@@ -57,6 +63,7 @@ def forward(fault: str) -> torch.Tensor:
         return result
 
 
+@pytest.mark.ranks
 def test_a_right_target_whose_taps_are_summands_is_cleared(session: gl.Session) -> None:
     verdict = session.verdict(forward, forward, args=("",))
     assert verdict.named == []
@@ -64,6 +71,7 @@ def test_a_right_target_whose_taps_are_summands_is_cleared(session: gl.Session) 
     assert "\nNot checked: layers.*.down: each rank of the target has a summand of this value" in verdict.text
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("fault", "line"), [("missing", None), ("mean", "h = h / 2")])
 def test_a_mistake_beside_summands_is_named_after_them(session: gl.Session, fault: str, line: str | None) -> None:
     verdict = session.verdict(forward, forward, args=(fault,))
@@ -82,5 +90,78 @@ def halved() -> torch.Tensor:
     return gl.tap("out", gl.tap("sum", x * factor) * 2)
 
 
+@pytest.mark.ranks
 def test_copies_that_are_wrong_by_the_number_of_ranks_are_not_summands(session: gl.Session) -> None:
     assert session.verdict(halved, halved).named == ["sum"]
+
+
+# ---- which taps hold summands, from given tensors -------------------------------------------------------------------
+
+
+class Runs:
+    """The runs of a verdict on one baseline rank and two of the target; ``parts`` are the target's tensors."""
+
+    def __init__(self, whole: torch.Tensor, *parts: torch.Tensor, kept: bool = True) -> None:
+        self.session: Any = SimpleNamespace(options=SimpleNamespace(baseline=1, target=2))
+        self.whole, self.parts, self.kept = whole, parts, kept
+        self.asked: list[RunFilters] = []
+
+    def both(self, why: str, wanted: RunFilters) -> None:
+        self.asked.append(wanted)
+
+    def pair(self, name: str, rank: int, step: int, tags: object) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.kept:
+            raise SessionError("no pair was kept")
+        return self.whole, self.parts[rank]
+
+    def found(self, **fields: Any) -> list[str]:
+        """The taps with summands, where a row of each rank has these ``fields``."""
+
+        def measured(rank: int, part: torch.Tensor) -> Any:
+            sides = {"baseline": self.whole, "target": part}
+            of_both = {f"mean_{side}": float(each.mean()) for side, each in sides.items()}
+            of_both |= {f"std_{side}": float(each.std(correction=0)) for side, each in sides.items()}
+            apart = float((part - self.whole).norm() / self.whole.norm())
+            return tap("sum", 1, rank=rank, **{"rel_l2": apart, "numel": part.numel(), **of_both, **fields})
+
+        rows = to_frame([measured(rank, part) for rank, part in enumerate(self.parts)])
+        return [name for names in partial_sums(self, rows).values() for name in names]  # type: ignore[arg-type]
+
+
+def drawn(seed: int) -> torch.Tensor:
+    return torch.randn(64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_only_tensors_that_add_up_are_summands() -> None:
+    one, other = drawn(0), drawn(1)
+    runs = Runs(one + other, one, other)
+    assert runs.found() == ["sum"]
+    (wanted,) = runs.asked
+    assert wanted.b2t == "True"
+    assert "sum" in str(wanted.keep)
+    # Their means add up, by chance.
+    assert Runs(one + other, one, other.flip(0)).found() == []
+    # They add up but for more than rounding.
+    assert Runs(one + other, one, other + 1e-4 * drawn(2)).found() == []
+    # Copies that are wrong by the number of ranks.
+    assert Runs(2 * one, one, one).found() == []
+    assert Runs(one + other, one, other, kept=False).found() == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"aligned_by": "gather(dim=0)"},
+        {"nonfinite_differ": 1},
+        {"dtype": "int64"},
+        {"rel_l2": 1e-7},
+        {"own": {"kind": "grad"}},
+        {"side": "baseline"},
+        {"status": "failed"},
+    ],
+)
+def test_a_tap_that_a_layout_aligned_or_that_agrees_needs_no_run_to_be_no_summand(fields: dict[str, Any]) -> None:
+    one, other = drawn(0), drawn(1)
+    runs = Runs(one + other, one, other)
+    assert runs.found(**fields) == []
+    assert runs.asked == []

@@ -12,17 +12,19 @@ import pandas as pd
 import pytest
 
 from graftlab.control.work import pack_callees
-from graftlab.errors import RunError, SessionError
+from graftlab.errors import LaunchError, RunError, SessionError
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
 from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.judging.job_verdict_runs import StepRuns
+from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
+from graftlab.ranks.recorded_step import RecordSummary, graft_record
 from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.schema import Row
@@ -66,7 +68,7 @@ class Calls:
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer
-        self.session.runs.append(SimpleNamespace(number=len(self.session.runs)))
+        self.session.runs.append(SimpleNamespace(number=len(self.session.runs), failures={}))
         return answer, GraftPlan(version=4)
 
     def answer(self, baseline: Any = (), target: Any = (), frame: Any = None, **wait: Any) -> Any:
@@ -98,6 +100,7 @@ def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pyte
     assert [spec.where for spec in found["transform"]] == ["layer == 1", "True"]
     assert list(found["pairs"]) == [*PLAN.pairs, more]
     runs.leave_out([("y", None)])
+    assert "fullmatch('y', name)" in str(runs.changes(RunFilters(b2t="True"))["b2t"])
     left_out = runs.changes(RunFilters(t2b="x", compare="True"))
     assert left_out["b2t"] is None
     assert "y" in str(left_out["t2b"])
@@ -153,6 +156,27 @@ def test_a_run_under_an_edited_plan_is_not_judged(calls: Calls) -> None:
     assert calls.runs.returned is not None
     calls.runs.pair("x", 1, 2, {"layer": 3})
     calls.session.tensors.assert_called_once_with("x", rank=1, step=9, layer=3)
+
+
+def test_only_an_exception_of_the_first_run_is_one_of_the_functions(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
+    calls.answer(side_effect=RunError("run 0 failed on target[0]"))
+    calls.answer(["a"], ["b"])
+    calls.runs.both("first", RunFilters())
+    assert (calls.runs.raised, calls.runs.count, calls.runs.returned) == ("the target raises", 1, None)
+    assert calls.set_aside == {0}
+    assert all(each.func is call_until_exception for each in calls.made[1][0].values())
+    # Grafts of a later run may lead to an exception that neither function raises without them.
+    calls = Calls(monkeypatch)
+    monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
+    calls.answer(["a"], ["b"])
+    calls.runs.both("first", RunFilters())
+    calls.answer(side_effect=RunError("run 1 failed on target[0]"))
+    with pytest.raises(RunError, match="run 1 failed"):
+        calls.runs.both("second", RunFilters())
+    assert calls.runs.raised is None
 
 
 def test_weights_are_lent_from_one_run_on_unless_a_graft_of_them_fails(calls: Calls) -> None:
@@ -226,6 +250,47 @@ def test_a_recording_is_neither_repeated_nor_traced_nor_matched(monkeypatch: pyt
     runs.target_against_itself()
     assert runs.unwritten_memory() == ["m"]
     assert len(calls.made) == 1
+
+
+# ---- scripts that are started for each run ---------------------------------------------------------------------------
+
+
+def started(calls: Calls, start: Callable[[], None], *moved: str) -> StartedRuns:
+    record = RecordSummary(("x",), {}, skipped=("s",), not_recorded=2)
+    sides: Any = {"baseline": [record, record], "target": [record]}
+    recorded = RecordedSteps("folder", sides, {"baseline": [[], moved], "target": [["b", "a"], ["a"]]})
+    return StartedRuns(calls.session, VerdictRequest("forward(x)", "other(x)"), start, recorded)
+
+
+def test_scripts_that_do_not_start_again_end_the_verdict(calls: Calls) -> None:
+    def start() -> None:
+        raise LaunchError("the port is taken")
+
+    with pytest.raises(VerdictAbandoned, match="the port is taken"):
+        started(calls, start).both("first", RunFilters())
+    assert calls.made == []
+
+
+def test_a_started_baseline_is_moved_at_each_tap_alone_and_then_at_all_in_turn(calls: Calls) -> None:
+    starts: list[None] = []
+    runs = started(calls, lambda: starts.append(None))
+    calls.answer([SelfGraft(added=["one"], last="x"), SelfGraft()])  # type: ignore[list-item,arg-type]
+    calls.answer([SelfGraft(outputs=["o"], returned={"": 0.1}), SelfGraft()])  # type: ignore[list-item]
+    first, second = runs.baseline_against_itself(rows(X), ["x"])
+    assert len(starts) == 2
+    made = [side["baseline"] for side, _ in calls.made]
+    assert [(each.func, each.keywords) for each in made] == [
+        (graft_record, {"resets": True}),
+        (graft_record, {"resets": False}),
+    ]
+    assert (first.added, first.last, first.outputs, first.returned) == (["one"], "x", ["o"], {"": 0.1})
+    assert [(each.skipped, each.not_recorded, each.not_repeated) for each in (first, second)] == [(["s"], 2, [])] * 2
+    assert runs.target_against_itself() == ["b", "a"]
+
+
+def test_a_started_baseline_that_varies_has_no_floor(calls: Calls) -> None:
+    runs = started(calls, lambda: pytest.fail("it was started"), "x", "y")
+    assert [each.not_repeated for each in runs.baseline_against_itself(rows(X), [])] == [[], ["x", "y"]]
 
 
 # ---- floors that are known already -----------------------------------------------------------------------------------
@@ -364,13 +429,15 @@ def test_rows_begin_after_the_steps_in_which_weights_arrive(
     monkeypatch: pytest.MonkeyPatch, graft_weights: bool, b2t: str | None, first: int, runs: int
 ) -> None:
     steps = Steps(monkeypatch, steps=2, graft_weights=graft_weights)
-    made = [rows(("w", WEIGHT, "grafted"), X, step=number) for number in range(5, 12)]
+    lost = "v", {"name": "v", "kind": "param"}, "failed"
+    made = [rows(("w", WEIGHT, "grafted"), lost, X, step=number) for number in range(5, 12)]
     steps.jobs.rows_from.return_value = pd.concat(made, ignore_index=True)
     frame = steps.runs.both("first", RunFilters(b2t=b2t))
     assert steps.jobs.after.call_args.args[2] == runs
     assert sorted(set(frame["step"])) == [first, first + 1]
-    # Rows of grafted weights are no values of the run.
-    assert list(frame["name"]) == (["x"] * 2 if b2t else ["w", "x"] * 2)
+    assert steps.runs._weights_grafted == (2 if b2t else 0)
+    # Rows of grafted weights are no values of the run; those that could not be grafted are reported.
+    assert list(frame["name"]) == (["v", "x"] * 2 if b2t else ["w", "v", "x"] * 2)
     assert list(frame.index) == list(range(len(frame)))
     steps.runs.pair("x", 0, 1, {})
     steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
@@ -391,3 +458,20 @@ def test_a_newer_pair_stands_in_only_where_steps_repeat(monkeypatch: pytest.Monk
         with pytest.raises(SessionError):
             runs.pair("x", 0, 0, {})
         assert runs.session.tensors.call_count in (1, 3)
+
+
+def test_a_search_for_a_shift_takes_enough_steps_whatever_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch, steps=4)
+    steps.runs._repeats = False
+    monkeypatch.setattr(job_verdict_runs, "may_be_misaligned", lambda compared: True)
+    steps.jobs.rows_from.return_value = pd.concat([rows(X, step=number) for number in range(5, 20)], ignore_index=True)
+    searched: list[pd.DataFrame] = []
+    monkeypatch.setattr(job_verdict_runs, "find_misaligned_steps", searched.append)
+    steps.runs.misaligned_steps(rows(X))
+    # Two runs of four steps: one has fewer than the search needs.
+    assert steps.jobs.after.call_args.args[2] == 2
+    assert sorted(searched[0]["step"]) == [*range(6, 14)]
+    # Where steps repeat, the sides are where they were.
+    steps.runs._repeats = True
+    assert steps.runs.misaligned_steps(rows(X)) is None
+    assert len(searched) == 1

@@ -253,6 +253,20 @@ def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() ->
 
     assert sources(compared(scaled(2), scaled(3), Q).target)[0] == "whole: Tensor = size * factor"
 
+    def beside(factor: float) -> Callable[[Tensor], Tensor]:
+        def scale(x: Tensor) -> Tensor:
+            size = x.norm()
+            right: Tensor = size * 5
+            whole: Tensor = size * factor
+            return x * whole + right
+
+        return scale
+
+    found = compared(beside(2), beside(3), Q)
+    for side in (found.baseline, found.target):
+        assert "right: Tensor = size * 5" not in sources(side)
+        assert sources(side)[0] == "whole: Tensor = size * factor"
+
 
 # ---- caches ---------------------------------------------------------------------------------------------------------
 
@@ -298,6 +312,19 @@ def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> 
     found = compared(Paged(1).read, Paged(1.1).read, drawn(3, 6))
     assert sources(found.target)[0] == 'return x @ self.pages["k"][0][2:]'
     assert found.target[0].state == (StateRead("self.pages['k'][0]"),)
+
+
+def test_a_single_number_of_state_is_not_named_because_many_values_equal_it() -> None:
+    class Counted:
+        def __init__(self, count: float) -> None:
+            self.count, self.scale = torch.tensor(count), drawn(6, seed=7)
+
+        def read(self, x: Tensor) -> Tensor:
+            return x * self.scale * self.count
+
+    found = compared(Counted(3).read, Counted(4).read, drawn(3, 6))
+    assert sources(found.target)[0] == "return x * self.scale * self.count"
+    assert found.target[0].state == ()
 
 
 class Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kit.ports import Port, record_taps
 from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
-from graftlab.matching import matcher
+from graftlab.matching import matcher, rounds
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import _differing_rows, _other_layers
@@ -337,6 +338,35 @@ def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     proposal = match_taps(baseline, target)
     assert [pair.baseline for pair in proposal.of_target("q_norm")] == ["q"]
     assert {pair.baseline for pair in proposal.of_target("qkv")} == {"q", "k", "v"}
+
+
+def test_a_fused_tap_of_the_baseline_has_all_its_parts_even_if_some_match_elsewhere() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap("qkv", torch.cat([q, k, v], 1), 0), tap("q_norm", q.unflatten(1, (2, 4)), 1)]
+    target = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2)]
+    pairs = match_taps(baseline, target).pairs
+    assert {pair.target for pair in pairs if pair.baseline == "qkv"} == {"q", "k", "v"}
+
+
+def test_only_the_first_run_of_several_shows_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graft into a weight would stay."""
+    weight, x = values(8, 8, seed=1), values(4, 8, seed=2)
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        sides = [[tap(f"{side}.w", weight, 0), tap(f"{side}.x", x, 1)] for side in ("ours", "theirs")]
+        for side in sides:
+            side[0].tags["kind"] = "param"
+        return sides[0], sides[1]
+
+    seen: list[list[str]] = []
+
+    def repeat(record: Any, first: Any, proposal: Proposal, *_: object) -> Proposal:
+        seen.extend([each.name for each in side] for side in (*first, *record(())))
+        return proposal
+
+    monkeypatch.setattr(rounds, "_repeat_rounds", repeat)
+    match_in_rounds(record)
+    assert seen == [["ours.x"], ["theirs.x"]] * 2
 
 
 def test_a_fused_tap_that_is_covered_in_part_is_a_problem() -> None:

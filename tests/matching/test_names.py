@@ -6,7 +6,28 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.matching.names import role_of
+from graftlab.matching.names import role_of, words_of
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("layer.0.attention.query", "blocks.0.attn.q"),
+        ("h.0.attend.key", "layers.0.attn.k"),
+        ("block.0.attn.value", "layers.0.attn.v"),
+        ("attention.wq", "attn.q"),
+        ("attention.wk", "attn.k"),
+        ("attention.wv", "attn.v"),
+        ("attention.wo", "attn.o"),
+        ("layers.0.ffn.fc", "h.0.mlp.proj"),
+        ("intermediate.dense", "feedforward.linear"),
+        ("feed_forward.dense", "mlp_mlp.projection"),
+        ("embeddings.layernorm.gamma", "embed.ln.weight"),
+        ("emb.rmsnorm.beta", "wte.norm.bias"),
+    ],
+)
+def test_code_bases_have_different_words_for_one_part_of_a_model(one: str, other: str) -> None:
+    assert words_of(one) == words_of(other)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from graftlab.ranks import compiled_runs
 from graftlab.ranks.compiled_pieces import _CompiledPart, _cuts, _lines_of
 
 
@@ -84,3 +86,23 @@ def test_only_the_operations_between_the_cuts_are_compiled(
     # A part that is compiled need not be one graph.
     assert given == ({"dynamic": False} if compiled else {})
     assert part.cuts == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("made", "answer"), [(1.0, True), (1.5, False), (ValueError("no such pattern"), None)])
+def test_all_ranks_of_a_side_give_one_answer_on_a_compilation(
+    made: float | Exception, answer: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would compile different code next, and a collective would hang."""
+    agreed: list[bool | None] = []
+    monkeypatch.setattr(compiled_runs, "_on_all_ranks", lambda own: agreed.append(own) or "of all")
+    monkeypatch.setattr(compiled_runs, "search_pieces", lambda call, is_right: is_right(attempt))
+
+    def called_anew(args: object, kwargs: object) -> torch.Tensor:
+        if isinstance(made, Exception):
+            raise made
+        return torch.tensor([made])
+
+    attempt = SimpleNamespace(called_anew=called_anew)
+    call: Any = SimpleNamespace(mode=None, options={"backend": "eager"})
+    found = compiled_runs.search_compiler(lambda: torch.ones(1), call, 1e-3, (), {})
+    assert (found.pieces, agreed, found.compilations) == ("of all", [answer], 1)

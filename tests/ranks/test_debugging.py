@@ -5,13 +5,21 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from kit.deadline import DEADLINE
 
 import graftlab as gl
+from graftlab.base.world import RunInfo
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
 from graftlab.ranks import debugging
 from graftlab.ranks.debugging import LastFailure
+from graftlab.ranks.messages import JobCode, RunRequest
+from graftlab.ranks.worker import Rank
 
 
 class Held:
@@ -96,3 +104,17 @@ def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
         go.set()
         waiting.join(DEADLINE)
     assert last.ask("p factor") == "3"
+
+
+def test_a_run_that_succeeds_leaves_no_failure_of_the_one_before() -> None:
+    rank: Any = object.__new__(Rank)
+    work = Mock(side_effect=[ValueError("planted"), 3])
+    parts = {name: MagicMock() for name in ("_grafter", "_line", "_exchange", "_control")}
+    given = {"_namespace": SimpleNamespace(run=work), "_streams": [], "_last_failure": LastFailure()}
+    vars(rank).update(parts, _interrupted_run=-1, **given)
+    request = RunRequest(RunInfo(0, 0, (0, 1)), to_wire(GraftPlan()), JobCode())
+    rank._run(request)
+    assert rank._last_failure.ask("").startswith("ValueError: planted")
+    rank._run(request)
+    with pytest.raises(gl.SessionError, match="nothing failed on this rank in the newest run"):
+        rank._last_failure.ask("")

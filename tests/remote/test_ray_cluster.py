@@ -41,6 +41,7 @@ def test_gpus_of_ranks_are_refused_without_a_cluster() -> None:
         {"resources": {}},
         {"resources": {"GPU": 0}},
         {"resources": {"GPU": -1}},
+        {"resources": {"GPU": float("inf")}},
         {"listen": "::"},
     ],
 )

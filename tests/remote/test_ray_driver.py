@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +257,10 @@ def test_a_cluster_by_default_is_found_by_ray_and_keeps_its_environment(
     assert (hosts.host, hosts.port, hosts.threads, hosts.gpus) == ("10.0.0.7", 29500, 1, 0.0)
 
 
+def test_a_rank_with_a_share_of_a_core_has_a_thread(reserve: Callable[..., RayHosts]) -> None:
+    assert reserve(resources={"CPU": 0.5}).threads == 1
+
+
 def test_where_ray_brings_a_working_directory_ranks_stay_in_it(reserve: Callable[..., RayHosts]) -> None:
     assert not reserve(runtime_env={"working_dir": "."}).uses_folder
 
@@ -280,6 +284,20 @@ def test_a_rank_is_started_signalled_and_read_through_its_own_actor(
     # The spec has the session's token, and arguments are shown by Ray's tools; an object is not.
     assert cluster.actors[2].calls == [("facts",), ("run", ("stored", b"spec")), ("signal", 9), ("log_tail",)]
     assert cluster.actors[1].calls == [("facts",)]
+
+
+def test_a_machine_that_does_not_answer_in_time_has_no_log(cluster: Cluster, reserve: Callable[..., RayHosts]) -> None:
+    process = reserve().process(BASELINE)
+    cluster.actors[0].log_tail = Method([], "log_tail", Future[Any]())
+    assert process.log_tail(0) == b""
+
+
+def test_an_answer_that_is_late_for_the_notebooks_end_fails_nowhere(cluster: Cluster) -> None:
+    ours, theirs = Pipe()
+    driver = importlib.import_module("graftlab.remote.ray_driver")._Driver(theirs)
+    ours.close()
+    with theirs:
+        driver._answer(1, "late")
 
 
 def test_a_rank_whose_actor_dies_has_ended_with_the_first_line_of_why(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from kit.mailboxes import DEADLINE
 
 from graftlab.base.world import Place
@@ -309,6 +310,35 @@ def test_a_rank_whose_notebook_has_gone_or_sends_a_later_message_ends() -> None:
     setup = _LaunchSetup(spec_of(Place("target", 1, 2, 1)), Line(Shutdown()))  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="the notebook sent Shutdown before the start"):
         setup.store()
+
+
+def test_a_network_interface_that_the_user_has_chosen_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, used in (("eth7", "eth7"), (None, "lo")):
+        if chosen is None:
+            monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        else:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+        _LaunchSetup(spec_of(Place("target", 0, 2, 1)), Line())  # type: ignore[arg-type]
+        assert os.environ["GLOO_SOCKET_IFNAME"] == used
+
+
+def test_a_side_of_one_rank_listens_at_no_port_for_others() -> None:
+    line = Line()
+    store = _LaunchSetup(spec_of(Place("target", 0, 1, 1)), line).store()  # type: ignore[arg-type]
+    assert isinstance(store, torch.distributed.HashStore)
+    assert line.sent == []
+
+
+def test_a_rank_that_ends_sends_what_is_left_and_closes_its_connection() -> None:
+    done: list[object] = []
+    channel = SimpleNamespace(drain=lambda seconds: done.append(seconds), close=lambda: done.append("closed"))
+    rank: Any = remote_rank._RemoteRank.__new__(remote_rank._RemoteRank)
+    rank._line = SimpleNamespace(channel=channel)
+    rank.proxy = SimpleNamespace(close=lambda **how: done.append(how))
+    rank.drain(3.0)
+    # The proxy ends with the connection, and otherwise after that time.
+    assert done[-2:] == ["closed", {"when_done": True, "timeout": 3.0}]
+    assert done[0] == 3.0
 
 
 def test_the_notebooks_folder_and_path_are_used_after_the_machines_own(

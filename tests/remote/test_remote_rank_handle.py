@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.mailboxes import DEADLINE, in_background
 
 from graftlab.base.world import Place
 from graftlab.ranks.devices import DeviceAssignment
-from graftlab.remote import remote_rank_handle
+from graftlab.remote import rank_supervisor, remote_rank_handle
 from graftlab.remote.rank_supervisor import RankEnd, RankSupervisor
 from graftlab.remote.remote_rank_handle import EndPatience, RemoteRankHandle
 
@@ -200,6 +201,22 @@ def test_a_rank_is_released_once(rank: RemoteRankHandle, process: Running, relea
     # Its report was read before its machine was given back.
     assert not rank.alive
     assert (rank.how_it_ended(), rank.log.read_bytes()) == ("ended with exit code 0", b"the end")
+
+
+def test_a_supervisor_reports_the_end_with_what_the_process_wrote_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, closed = RankSupervisor(), []
+
+    def start(spec: bytes) -> None:
+        made: Any = supervisor
+        made._process = SimpleNamespace(wait=lambda: 3, pid=7)
+        made._death_pipe = SimpleNamespace(close=lambda: closed.append(spec))
+        # The process has ended, and its pipe still has the rest.
+        made._reader = SimpleNamespace(join=lambda limit: made._tail.extend(b"ValueError: shapes"))
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    monkeypatch.setattr(rank_supervisor, "end_programs_of", lambda pid: None)
+    assert supervisor.run(b"spec") == RankEnd(3, b"ValueError: shapes")
+    assert closed == [b"spec"]
 
 
 def test_a_supervisor_keeps_the_last_mib_of_the_output() -> None:

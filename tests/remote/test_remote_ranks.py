@@ -78,6 +78,8 @@ def test_functions_of_cells_and_the_sides_groups_work(session: gl.Session) -> No
     assert session.run(target=reduced).target == [4.0, 4.0]
     run = session.execute("import os\n[os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')]")
     assert run.baseline + run.target == [["0", "1", "0"], ["0", "2", "0"], ["1", "2", "1"]]
+    # Code that reads a command line finds none.
+    assert session.execute("import sys\nsys.argv").baseline == [[""]]
     assert session.match(reduced, reduced).pairs
     assert session.check(target=reduced).found == []
 

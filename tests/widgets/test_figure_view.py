@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -18,6 +20,7 @@ from graftlab.plots.explorer import Canvas
 from graftlab.plots.style import NotebookFigure
 from graftlab.plots.verdict import explored
 from graftlab.widgets.figure_view import FigureView, show_canvas
+from graftlab.widgets.tap_explorer import TapExplorer
 
 
 def tap(order: int, name: str, label: str, ratio: float, **more: Any) -> dict[str, Any]:
@@ -82,6 +85,22 @@ def test_a_click_shows_the_pair_or_why_there_is_none_and_a_floor_is_checked(simu
         ask("floor", wrong)
         assert simulated.models[view.view.comm.comm_id]["figures"]["floor"] is None, wrong
     assert "no pair of &lt;b&gt; is kept" in pair["value"]
+
+
+@pytest.mark.parametrize("error", [None, SessionError("the session is closed")])
+def test_each_question_of_the_dashboards_page_is_answered_even_if_it_fails(error: Exception | None) -> None:
+    """Until then the page says that it asks the kernel."""
+    done: list[object] = []
+
+    def take(what: str, value: object) -> None:
+        done.append((what, value))
+        if error is not None:
+            raise error
+
+    explorer: Any = SimpleNamespace(_take=take, view=SimpleNamespace(send=done.append))
+    with pytest.raises(SessionError) if error is not None else nullcontext():
+        TapExplorer._on_message(explorer, None, {"what": "keep", "value": "a"}, [])
+    assert done == [("keep", "a"), {"what": "answered"}]
 
 
 def test_without_a_notebook_the_picture_is_shown() -> None:

@@ -453,6 +453,14 @@ def test_an_edit_elsewhere_between_click_and_answer_is_not_reverted(screen: Filt
     assert (session.plan.b2t, session.plan.keep) == ("layer == 0", "layer == 1")
 
 
+def test_what_was_set_elsewhere_meanwhile_is_not_published_again(screen: FilterScreen, session: FakeSession) -> None:
+    screen.type(b2t="layer == 0")
+    session.edit(b2t="layer == 0")
+    screen.apply()
+    assert len(session.plans) == 2
+    assert screen.message == "Nothing to apply: version 1 already has these filters."
+
+
 def test_an_edit_elsewhere_that_is_not_on_screen_yet_is_not_reverted(
     screen: FilterScreen, session: FakeSession
 ) -> None:
@@ -509,9 +517,15 @@ def test_an_earlier_plan_is_listed_and_restored_whole_as_a_new_version(
 
 def test_earlier_plans_are_listed_newest_first_up_to_a_limit(screen: FilterScreen, session: FakeSession) -> None:
     assert screen.find("earlier").layout.display == "none"
-    for number in range(40):
+    session.edit(b2t="layer == -1")
+    session.edit(b2t="True")
+    screen.editor.refresh()
+    gone = screen.find("plan-1")
+    for number in range(38):
         session.edit(b2t=f"layer == {number}")
     screen.editor.refresh()
+    # The browser keeps nothing of those that are no longer listed.
+    assert [each.comm for each in (gone, *gone.children)] == [None] * 3
     assert [plan.split()[0] for plan in screen.earlier] == [str(version) for version in range(39, 9, -1)]
     session.edit(b2t=None)
     screen.editor.refresh()
@@ -813,3 +827,32 @@ def test_undo_and_redo_take_back_edits_and_say_what_they_change(screen: FilterSc
     screen.browser.kernel_works()
     assert screen.message == "Redone, as plan 5: b2t: nothing -> layer == 0."
     assert screen.text("b2t") == "layer == 0"
+
+
+# ---- renames ---------------------------------------------------------------------------------------------------------
+
+
+def write_rule(screen: FilterScreen, side: str, pattern: str, new: str = "") -> None:
+    renames = screen.editor._renames
+    renames._side.value, renames._pattern.value, renames._new.value = side, pattern, new
+
+
+def test_a_rule_replaces_one_of_its_side_and_pattern_alone(screen: FilterScreen, session: FakeSession) -> None:
+    session.edit(rename={"baseline": {"^a": "x"}, "target": {"^a": "y", "^b": "z"}})
+    screen.editor.refresh()
+    write_rule(screen, "target", "^a", "w")
+    screen.click("add-rule")
+    screen.browser.kernel_works()
+    assert set(session.plan.rename) == {("baseline", "^a", "x"), ("target", "^b", "z"), ("target", "^a", "w")}
+
+
+def test_new_names_pair_with_the_rewritten_names_of_the_other_side(
+    show: Callable[[Any], FilterScreen],
+) -> None:
+    session = FakeSession(tap("model.a", side="baseline"), tap("net.a", side="target"), tap("net.b", side="target"))
+    session.edit(rename={"baseline": {r"^model\.": ""}})
+    screen = show(session)
+    write_rule(screen, "target", r"^net\.")
+    assert screen.shown("rule-preview").startswith(
+        "2 names seen match; 1 of the new names exist on the baseline. net.a → a"
+    )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
 from graftlab.widgets.kept_taps import TapOption, concerns, default_option, kept_options, other_options
+from graftlab.widgets.tap_chooser import TapChooser
 
 
 def kept(name: str = "out", side: str = "target", rank: int = 0, **tags: Any) -> dict[str, Any]:
@@ -83,3 +87,17 @@ def test_a_transform_concerns_the_taps_of_its_filter_or_those_that_the_plan_graf
     assert [concerns(GraftPlan(), spec, option) for option in (a, b)] == [True, True]
     only_b = TransformSpec("source", spec.text, where="name == 'b'")
     assert [concerns(grafts_a, only_b, option) for option in (a, b)] == [False, True]
+
+
+def test_ranks_that_are_too_busy_to_answer_leave_the_taps_that_are_known() -> None:
+    shown: list[str] = []
+
+    def kept(*, failed: bool) -> None:
+        raise SessionError("target[0] is busy")
+
+    chooser: Any = SimpleNamespace(session=SimpleNamespace(kept=kept), _kept=["known"], _lock=threading.RLock())
+    chooser._is_asking, chooser._fill, chooser._show = True, lambda: shown.append("fill"), lambda: shown.append("show")
+    TapChooser._ask_ranks(chooser, (1, 7))
+    assert (chooser._kept, chooser._is_asking, chooser._asked_at) == (["known"], False, (1, 7))
+    assert chooser._next_asking > 0
+    assert shown == ["fill", "show"]

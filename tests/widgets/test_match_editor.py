@@ -14,7 +14,7 @@ import graftlab as gl
 from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
-from graftlab.widgets.match_editor import MatchEditor
+from graftlab.widgets.match_editor import MatchEditor, _in_order
 
 pytestmark = pytest.mark.ranks
 
@@ -121,6 +121,15 @@ def test_pairs_are_accepted_rejected_and_undone(editing: Editing) -> None:
     editing.act("undo")
     assert editing.editor.proposal == PROPOSAL
     assert not editing.editor.view.state["can_undo"]
+    # A click that was on its way.
+    editing.act("undo")
+    assert (editing.editor.proposal, editing.editor.message) == (PROPOSAL, "Undid the last change.")
+
+
+def test_taps_of_several_layers_stand_where_the_first_of_them_runs() -> None:
+    taps = [{"names": ["norm"]}, {"names": ["layers.1", "layers.0"]}, {"names": ["elsewhere"]}, {"names": ["head"]}]
+    ordered = _in_order(taps, ["layers.0", "norm", "head", "layers.1"])
+    assert [each["names"][0] for each in ordered] == ["layers.1", "norm", "head", "elsewhere"]
 
 
 def test_apply_puts_the_pairs_into_the_plan_and_reports_omitted_guesses(session: gl.Session, editing: Editing) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import ipywidgets as widgets
 import pytest
 from kit.pages import Browser, Screen, TextAreaPage
+from kit.rows import row
 from kit.support import wait_until
 
 from graftlab.errors import SessionError
+from graftlab.plan.plan import GraftPlan
 from graftlab.widgets.code_editor import TextAreaEditor
 from graftlab.widgets.inputs import Menu, NameBox
 from graftlab.widgets.panel import FoldableBox, Panel
@@ -179,6 +181,40 @@ def test_a_message_is_shown_as_text_with_its_meaning(panel: Example, screen: Scr
     assert (line.value, panel.message) == ("", "")
 
 
+def test_a_message_gives_way_to_its_later_text_and_to_an_error_before(panel: Example, screen: Screen) -> None:
+    later: list[str] = []
+    for fails in (False, True):
+        later.clear()
+        panel.say("arrives with the next step", "good", lambda: "".join(later))
+        panel.refresh()
+        assert screen.message == "arrives with the next step"
+        if fails:
+            press(screen, "fail")
+            screen.browser.kernel_works()
+        later.append("has arrived")
+        panel.refresh()
+        assert screen.message.endswith("ZeroDivisionError: in the action" if fails else "has arrived")
+        assert panel.status == ("bad" if fails else "good")
+
+
+def test_what_a_plan_keeps_is_said_with_the_step_once_its_rows_arrive(
+    panel: Example, session: FakeSession, screen: Screen
+) -> None:
+    session.adopted = lambda version: {"baseline[0]": 4, "target[0]": 3}  # type: ignore[attr-defined]
+    plan, rows = GraftPlan(version=7), [row("x", plan_version=6)]
+    panel.say_kept("this tap", plan, lambda: rows)
+    assert screen.message == "Plan 7 keeps this tap; tensors arrive with the next step."
+    panel.refresh()
+    assert screen.message.endswith("with the next step.")
+    rows.append(row("x", plan_version=7))
+    panel.refresh()
+    assert screen.message == "Plan 7 keeps this tap since step 3."
+    # It may have arrived before.
+    panel.say("")
+    panel.say_kept("this tap", plan, lambda: rows)
+    assert screen.message == "Plan 7 keeps this tap since step 3."
+
+
 def test_a_refresh_error_hides_the_message_until_the_refresh_works(panel: Example, screen: Screen) -> None:
     panel.say("all is well")
     panel.show_error("a tick failed")
@@ -297,6 +333,9 @@ def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: Fak
     views(1)
     assert panel in refresher
     assert panel.followed == followed + 1
+    # A second page shows what the first one does.
+    views(2)
+    assert panel.followed == followed + 1
 
 
 def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
@@ -306,6 +345,7 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
         _snapshot=SimpleNamespace(update=taken.append),
         static_html=lambda with_figures: "all" if with_figures else "part",
         in_background=lambda work: taken.append("in background"),
+        close=lambda: None,
         _snapshot_state=(False, 1, True, 3),
         _next_snapshot=0.0,
     )

@@ -180,6 +180,17 @@ def test_an_error_disappears_when_the_refresh_works_and_a_new_one_is_shown(refre
     assert len(widget.shown) == 3
 
 
+def test_a_widget_that_is_shown_again_shows_its_error_again(session: FakeSession) -> None:
+    refresher, widget = Refresher(session, interval=1000), FakeWidget()
+    widget.fault = SessionError("no such thing")
+    for times in (1, 2):
+        refresher.add(widget)
+        refresher.tick()
+        refresher.tick()
+        assert widget.shown == ["no such thing"] * times
+        refresher.remove(widget)
+
+
 def test_a_widget_that_cannot_show_its_error_does_not_stop_others(
     refresher: Refresher, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,14 +25,15 @@ from kit.support import own_value, reset, run_cell, wait_until
 import graftlab as gl
 from graftlab.base.tags import plain
 from graftlab.filters.expressions import compile_filter
-from graftlab.grafting.trial import PRINTED_LIMIT
+from graftlab.grafting.trial import PRINTED_LIMIT, Trial
 from graftlab.plan.plan import GraftPlan
-from graftlab.transforms import SIGNATURE
+from graftlab.transforms import SIGNATURE, TransformSpec
+from graftlab.widgets.draft_box import DraftBox
 from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, functions_in, likely_transforms
 from graftlab.widgets.kept_taps import filter_to_keep, join_filters, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
-from graftlab.widgets.transform_editor import TransformEditor
+from graftlab.widgets.transform_editor import DraftTask, TaskQueue, TransformEditor
 from graftlab.widgets.trial_view import summary
 from graftlab.widgets.version_list import VersionList
 
@@ -170,6 +171,49 @@ def test_the_template_has_the_real_signature_and_every_field() -> None:
     assert SIGNATURE in TEMPLATE
     for name in FIELDS:
         assert re.search(rf"#   graft_input\.{name} +\S", TEMPLATE), name
+
+
+def test_the_result_of_an_earlier_draft_is_gone_while_the_next_is_tried() -> None:
+    tasks, seen, said = TaskQueue(), list[object](), list[str]()
+    editor: Any = SimpleNamespace(_lock=threading.RLock(), _tasks=tasks, _trial=SimpleNamespace(value="of an earlier"))
+    editor.say, editor.guarded, editor._show = said.append, lambda run: run, lambda: None
+    editor._run = lambda task: seen.append((task.draft.text, editor._trial.value, tasks.current is task))
+    tasks.add(DraftTask(Draft("text", "x = 1")))
+    TransformEditor._work(editor)
+    TransformEditor._work(editor)
+    assert (seen, said, tasks.open) == ([("x = 1", "", True)], [""], [])
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_try_that_ends_after_the_editor_was_closed_publishes_nothing(closed: bool) -> None:
+    session = SimpleNamespace(try_transform=lambda spec, limit: Trial())
+    editor: Any = SimpleNamespace(session=session, limit=5.0, _lock=threading.RLock(), _closed=closed)
+    editor._box = SimpleNamespace(draft=Draft("default"))
+    editor._trial = SimpleNamespace(value="")
+    task = DraftTask(Draft("text", "x = 1"), published=True)
+    assert TransformEditor._try_succeeds(editor, task, TransformSpec("source", "x = 1")) is not closed
+    assert bool(editor._trial.value) is not closed
+
+
+@pytest.mark.parametrize(
+    ("draft", "shown"),
+    [
+        (Draft("text", "x = 1", "layer == 2"), {"source", "where"}),
+        (Draft("name", "package.f", "layer == 2"), {"name", "viewer", "where"}),
+        (Draft("default"), {"viewer"}),
+    ],
+)
+def test_each_kind_of_draft_has_its_fields(
+    draft: Draft, shown: set[str], simulated: Browser, stub_bundle: Path
+) -> None:
+    box = DraftBox(TEMPLATE, lambda draft: f"# {draft.kind}")
+    # First as any other kind, so that all fields exist.
+    box.take(Draft("name", "other"))
+    box.take(draft)
+    fields = {"source": box.editor, "viewer": box._viewer, "name": box.name, "where": box.where}
+    assert {name for name, each in fields.items() if each is not None and each.layout.display != "none"} == shown
+    assert box.draft == draft
+    assert "viewer" not in shown or fields["viewer"].value == f"# {draft.kind}"
 
 
 @pytest.mark.ranks
@@ -1128,3 +1172,8 @@ def test_a_draft_that_was_not_applied_is_listed_once_with_its_filter() -> None:
         versions.save_draft(draft)
     (only,) = [version for label, version in versions.menu.options if label.startswith("not applied")]
     assert (only.spec.text, only.spec.where) == (DOUBLES, "name == 'x'")
+    # Of many, the newest are listed, the last one first.
+    for number in range(30):
+        versions.save_draft(Draft("text", f"x = {number}"))
+    listed = [version.spec.text for label, version in versions.menu.options if label.startswith("not applied")]
+    assert listed == [f"x = {number}" for number in range(29, 19, -1)]

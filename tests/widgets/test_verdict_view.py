@@ -48,6 +48,9 @@ def judge(screen: Screen, expression: str) -> str:
 def test_the_button_judges_the_expression_and_shows_the_verdict(screen: Screen) -> None:
     assert "x is computed differently" in judge(screen, "f()")
     assert screen.panel.session.plan.compare == "True"
+    screen.panel.refresh()
+    # There is nothing more to stop.
+    assert screen.find("stop").disabled
 
 
 def test_the_verdict_uses_the_expression_on_the_screen_at_the_click(screen: Screen) -> None:
