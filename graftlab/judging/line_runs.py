@@ -17,8 +17,9 @@ from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, Verd
 from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operations import MOST_OPERATIONS
+from graftlab.lines.rank_at_fault import lost_where_ranks_differ, ranks_that_run
 from graftlab.lines.remedies import ChangeByOperation, Remedy, changes_of_grafts
-from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, WantedCall
+from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, TracedOperation, WantedCall
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import ratio, records
 from graftlab.verdict.floor import Floor
@@ -54,6 +55,8 @@ class _TracedCall:
     row: Mapping[str, Any]
     wanted: WantedCall
     is_worst: bool
+    rank: int = field(init=False)
+    """The target's rank whose operations are compared."""
     lost: LostOnBothSides | None = None
     grafts: list[LineGraft] = field(default_factory=list)
     """The lines that have the baseline's values in the next confirming run."""
@@ -79,6 +82,12 @@ class _TracedCall:
     """The error of the first run that failed with a change for this call."""
     cut_short: tuple[Side, ...] = ()
     """The sides that run more operations before the tap than a trace records."""
+
+    is_on_some_ranks: bool = False
+    """Whether other ranks of a side do not reach the call, as in another stage of a pipeline."""
+
+    def __post_init__(self) -> None:
+        self.rank = int(self.row["rank"])
 
     @property
     def grafted(self) -> LineGraft:
@@ -172,6 +181,11 @@ class LineSearch:
             remarks.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
         remarks += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
         remarks += dict.fromkeys(_why_not_compared(call) for call in self._found_calls if call.cut_short)
+        remarks += dict.fromkeys(
+            f"No line of source is named for {call.group}: not all ranks of a side reach it, and no line is confirmed."
+            for call in self._found_calls
+            if call.is_on_some_ranks and call.cure is None and not call.confirmed
+        )
         vanished = dict.fromkeys(call.group for call in self._found_calls if call.lost is None and call.is_settled)
         if not vanished:
             return remarks
@@ -264,7 +278,7 @@ class LineSearch:
             side: [_RankChanges() for _ in range(size)] for side, size in sizes.items()
         }
         for call in calls:
-            own = int(call.row["rank"])
+            own = call.rank
             ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
             for target, baseline in call.grafted.items():
                 self._show(changed, call, ranks, baseline, target, _tap_of(target, baseline))
@@ -314,16 +328,21 @@ class LineSearch:
     def _compare(self, calls: Sequence[_TracedCall], traced: TracedRun) -> None:
         for call in calls:
             place = self._found_calls.index(call)
-            baseline = [each[place] for each in traced.baseline]
-            target = [each[place] for each in traced.target]
-            found, others = _all_or_none(baseline), _all_or_none(target)
-            if found is not None and others is not None:
+            ranks, found = _reaching([each[place] for each in traced.baseline])
+            target_ranks, others = _reaching([each[place] for each in traced.target])
+            call.is_on_some_ranks = len(found) < len(traced.baseline) or len(others) < len(traced.target)
+            has_counterpart = ranks == target_ranks if len(traced.baseline) == len(traced.target) else bool(found)
+            if has_counterpart and call.rank in target_ranks:
                 by_side: tuple[tuple[Side, list[SliceTrace]], ...] = (("baseline", found), ("target", others))
                 call.cut_short = tuple(side for side, own in by_side if any(each.is_cut_short for each in own))
                 if call.cut_short:
                     # Whatever the trace lacks would seem to be lost on the other side.
                     continue
-                call.lost = first_lost(found, others, int(call.row["rank"]), call.tolerance)
+                own = target_ranks.index(call.rank)
+                call.lost = first_lost(found, others, own, call.tolerance)
+                if call.before is None:
+                    call.lost, own = lost_where_ranks_differ(call.lost, found, others, own, call.tolerance)
+                    call.rank = target_ranks[own]
                 known = {each.operation.index for each in call.kept}
                 new = [each for each in call.lost.target if not each.is_later and each.operation.index not in known]
                 call.appeared |= {each.operation.index for each in new if known}
@@ -435,6 +454,9 @@ class LineSearch:
         if call.before is None:
             return []
         cure = call.cure
+        if call.is_on_some_ranks and cure is None and not call.confirmed:
+            # Without the parts of the other ranks, values that are right seem to be lost.
+            return []
         confirmed = [each for each in call.kept if each.operation.index in call.confirmed]
         first = [each for each in call.before.target if not each.is_later and each not in confirmed]
         # The fault may be in any of them where none could be confirmed.
@@ -479,8 +501,9 @@ class LineSearch:
                     call.wanted.name,
                     call.wanted.step,
                     call.wanted.occurrence,
-                    int(call.row["rank"]),
+                    call.rank,
                     each.operation.frames,
+                    self._ranks_that_run(call, side, each.operation),
                 )
                 key = (frame.file, frame.line)
                 if key in seen:
@@ -488,6 +511,15 @@ class LineSearch:
                 seen[key] = line
             lines += most_telling(list(seen.values()))
         return lines
+
+    def _ranks_that_run(self, call: _TracedCall, side: Side, operation: TracedOperation) -> tuple[int, ...]:
+        """The ranks of a side that run the line of an operation for this call; empty if all do."""
+        if self._traced is None:
+            return ()
+        place = self._found_calls.index(call)
+        ranks, traces = _reaching([each[place] for each in getattr(self._traced, side)])
+        found = ranks_that_run(operation, traces)
+        return () if len(found) == len(traces) else tuple(ranks[each] for each in found)
 
 
 def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOperation]) -> list[LostOperation]:
@@ -501,9 +533,10 @@ def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOp
     return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
 
 
-def _all_or_none(traces: Sequence[SliceTrace | None]) -> list[SliceTrace] | None:
-    found = [each for each in traces if each is not None]
-    return found if found and len(found) == len(traces) else None
+def _reaching(traces: Sequence[SliceTrace | None]) -> tuple[list[int], list[SliceTrace]]:
+    """The ranks that reach a call, and their traces of it."""
+    found = {rank: each for rank, each in enumerate(traces) if each is not None}
+    return [*found], [*found.values()]
 
 
 def _reason_of(error: RunError) -> str:

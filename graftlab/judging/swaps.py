@@ -28,7 +28,7 @@ from graftlab.verdict.causes import (
     Distance,
     Order,
     OutputFloor,
-    deadlocking_taps,
+    deadlocking_on_ranks,
     distance,
     find_causes,
 )
@@ -171,7 +171,7 @@ class Swaps:
         self._names = self._names_by_group()
         self._left = MOST_SWAPS
         self.not_swapped: dict[str, None] = {}
-        """The taps at which each side waited for the other."""
+        """The taps at which the sides would wait, or waited, for each other."""
         self.unlike_ranks: dict[str, None] = {}
         """The taps at which the target's ranks have different values, so that none of them is the output."""
 
@@ -215,6 +215,7 @@ class Swaps:
         of_outputs: set[TapName] = set().union(*(self._names[output.group] for output in outputs))
         later = f"kind in {_computed_after(outputs[0].group)!r}"
         orders, known = self._orders(), set(self._rows["name"])
+        lacking = {tap for side in orders for tap in set().union(*side) if not all(tap in order for order in side)}
 
         def distances_with(kept: frozenset[str]) -> list[Distance]:
             self._left -= 1
@@ -224,8 +225,12 @@ class Swaps:
             # The output's pair is kept on the baseline's ranks, whole or in its shards.
             b2t = f"({from_baseline}) and not ({at_output})"
             t2b = f"not ({from_baseline}) or ({at_output})"
-            held = filter_of(sorted(deadlocking_taps(taken, *orders) - of_outputs, key=str))
-            if held is not None:
+            left_out = deadlocking_on_ranks(taken, *orders) - of_outputs
+            if wrong := left_out & lacking & set().union(*(self._names[group] for group in kept)):
+                # The baseline would compute what it gives to the target from values without this group's error.
+                self.not_swapped.update(dict.fromkeys(sorted(name for name, _ in wrong)))
+                return [UNKNOWN] * len(outputs)
+            if (held := filter_of(sorted(left_out, key=str))) is not None:
                 b2t, t2b = (f"({each}) and not ({held})" for each in (b2t, t2b))
             why = f"with the target's {', '.join(sorted(kept)) or 'code at none of them'}"
             frame = self._runs.both(why, RunFilters(b2t=b2t, t2b=t2b, keep=at_output, leaving=self._one_sided))
@@ -302,16 +307,20 @@ class Swaps:
                 names.setdefault(group_of(name, added.tags), set()).add((name, kind_of(added.tags)))
         return names
 
-    def _orders(self) -> tuple[Order, Order]:
-        """When the baseline, and when the target, first reaches each tap."""
-        ours: Order = {}
-        for place, added in enumerate(self._selves[0].added):
-            for name in self._floors.paired(added):
-                ours.setdefault((name, kind_of(added.tags)), place)
-        theirs: Order = {}
-        for name, tags, place in zip(self._rows["name"], self._rows["tags"], self._rows["order"], strict=True):
-            theirs[name, kind_of(tags)] = min(theirs.get((name, kind_of(tags)), place), place)
-        return ours, theirs
+    def _orders(self) -> tuple[list[Order], list[Order]]:
+        """When each of the baseline's ranks, and of the target's, first reaches each tap."""
+        ours: list[Order] = []
+        for rank in self._selves:
+            ours.append({})
+            for place, added in enumerate(rank.added):
+                for name in self._floors.paired(added):
+                    ours[-1].setdefault((name, kind_of(added.tags)), place)
+        theirs: dict[int, Order] = {}
+        columns = (self._rows[each] for each in ("rank", "name", "tags", "order"))
+        for rank, name, tags, place in zip(*columns, strict=True):
+            order = theirs.setdefault(rank, {})
+            order[name, kind_of(tags)] = min(order.get((name, kind_of(tags)), place), place)
+        return ours, list(theirs.values())
 
     def _distance(self, name: str, output: OutputTap, side: int) -> Distance:
         """How far the newest kept pair's value of this side is from the baseline's record."""

@@ -130,7 +130,7 @@ def effects_not_measured(
     remarks = [f"The effect of {', '.join(left)} on the output was not measured."] if left else []
     if swaps.not_swapped:
         taps = ", ".join(list(swaps.not_swapped)[:4])
-        remarks.append(f"Code could not be swapped at {taps}, where each side waited for the other.")
+        remarks.append(f"Code could not be swapped at {taps}, where the sides would wait for each other.")
     if swaps.unlike_ranks:
         taps = ", ".join(list(swaps.unlike_ranks)[:4])
         remarks.append(

@@ -409,9 +409,9 @@ class _Side:
         return tuple(found.values())
 
     def _is_summand(self, operation: TracedOperation) -> bool:
-        """Whether the ranks' results of this operation differ, and a later collective puts them together."""
+        """Whether the ranks' results of this operation differ, and a later collective reduces them."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
-        later = (each for each in self.trace.operations if each.is_collective)
+        later = (each for each in self.trace.operations if each.is_collective and "reduce" in each.name)
         return bool(parts) and _differ(parts) and any(operation.index in _ancestors(each, self.trace) for each in later)
 
     def _arranges_known(self, operation: TracedOperation, level: int) -> bool:

@@ -236,6 +236,24 @@ def deadlocking_taps(taken: Iterable[Tap], baseline: Mapping[Tap, int], target: 
     } - set(taken)
 
 
+def deadlocking_on_ranks(taken: Collection[Tap], baseline: Sequence[Order], target: Sequence[Order]) -> set[Tap]:
+    """The :func:`deadlocking_taps` of sides with several ranks, whose orders these are.
+
+    At a tap that a sending rank does not reach, as in another stage of a pipeline, the receiver waits until that rank
+    ends its step. It may not end before the others do, since it may wait for them in a collective.
+    """
+    ours, theirs = _first_places(baseline), _first_places(target)
+    end = 1 + max((*ours.values(), *theirs.values()), default=0)
+    ours |= {tap: end for tap in ours if tap in taken and any(tap not in order for order in baseline)}
+    theirs |= {tap: end for tap in theirs if tap not in taken and any(tap not in order for order in target)}
+    return deadlocking_taps(taken, ours, theirs)
+
+
+def _first_places(orders: Sequence[Order]) -> Order:
+    """The place at which the first of some ranks reaches each tap."""
+    return {tap: min(order[tap] for order in orders if tap in order) for tap in set().union(*orders)}
+
+
 def consequences(frame: pd.DataFrame, named: Sequence[str], threshold: float) -> list[str]:
     """The named groups of gradients that named values explain.
 

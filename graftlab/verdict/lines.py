@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
-from graftlab.base.text import listed
+from graftlab.base.text import listed, numbered
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 
@@ -30,7 +30,7 @@ class DifferingLine:
     agree without this line, which the other side lacks. ``state`` has the names of tensors that the line reads, that
     outlive a call, and whose values the other side does not read: a weight, a buffer, a cache. ``written`` has for each
     of them the step and the line that wrote it last, blank if unknown. ``stack`` is the line itself and then its
-    callers, innermost first.
+    callers, innermost first. ``ranks`` are the side's ranks that run the line for this value, empty if all do.
     """
 
     group: str
@@ -52,6 +52,7 @@ class DifferingLine:
     occurrence: int
     rank: int
     stack: tuple[SourceFrame, ...]
+    ranks: tuple[int, ...] = ()
 
     @property
     def is_telling(self) -> bool:
@@ -162,6 +163,7 @@ def notes_on(line: DifferingLine) -> list[str]:
     """What else is known of a line, in words."""
     notes = [
         "another order, place or other signs, which may be meant" if line.is_suspect else "",
+        f"only {numbered('rank', line.ranks)} run{'s' if len(line.ranks) == 1 else ''} this" if line.ranks else "",
         f"reads {_state_in_words(line)}" if line.state else "",
         "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",
     ]

@@ -68,7 +68,7 @@ def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:
     assert effects_not_measured(["a", "c"], causes, swaps) == ["The effect of c on the output was not measured."]
     swaps = SimpleNamespace(not_swapped=dict.fromkeys("vwxyz"), unlike_ranks=dict.fromkeys(["u"]))
     said = effects_not_measured([], {}, swaps)
-    assert said[0] == "Code could not be swapped at v, w, x, y, where each side waited for the other."
+    assert said[0] == "Code could not be swapped at v, w, x, y, where the sides would wait for each other."
     assert said[1].startswith("How far the target's u is off could not be measured in every swap")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab.verdict.causes import Order, deadlocking_taps
+from graftlab.verdict.causes import Order, deadlocking_on_ranks, deadlocking_taps
 
 NAMES = "abcdefg"
 
@@ -26,6 +26,15 @@ def test_taps_in_opposite_order_are_left_out_of_the_swap() -> None:
 
 def test_a_one_sided_tap_blocks_no_swap() -> None:
     assert deadlocking_taps({("b", None)}, order("ab"), order("b")) == set()
+
+
+def test_a_tap_that_one_rank_lacks_is_left_out_before_one_that_waits() -> None:
+    assert deadlocking_on_ranks({("b", None)}, [order("abc")], [order("abc"), order("bc")]) == {("a", None)}
+    # The rank that lacks the tap may wait in a collective for the other, which waits for the baseline.
+    assert deadlocking_on_ranks({("b", None)}, [order("abc")], [order("abc"), order("c")]) == {("a", None)}
+    assert deadlocking_on_ranks({("b", None)}, [order("abc")], [order("abc"), order("ab")]) == set()
+    # The target waits at b until the baseline's second rank ends, and that rank at c for the target.
+    assert deadlocking_on_ranks({("b", None)}, [order("abc"), order("ac")], [order("abc")]) == {("c", None)}
 
 
 @given(st.permutations(NAMES), st.permutations(NAMES), st.sets(st.sampled_from(NAMES)))
