@@ -88,7 +88,9 @@ class ScriptProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise LaunchError(f"the {side} `{command.text}` cannot be started: {error}") from error
+            is_torchrun = command.arguments[0] == "torchrun" and isinstance(error, FileNotFoundError)
+            advice = "; `python -m torch.distributed.run` takes the same options" if is_torchrun else ""
+            raise LaunchError(f"the {side} `{command.text}` cannot be started: {error}{advice}") from error
         finally:
             os.close(descriptor)
         self.ended = os.pidfd_open(self._process.pid)
@@ -293,6 +295,18 @@ _WHAT_IS_A_MODEL = (
 )
 
 
+def _advice_on_ranks(command: ScriptCommand) -> str:
+    """What to do if several ranks were expected of a script that no launcher starts; blank for other commands."""
+    program, *script = command.arguments
+    if command.ranks < 2 or program != sys.executable or not (script and script[0].endswith(".py")):
+        return ""
+    launched = f"torchrun --nproc-per-node {command.ranks} {shlex.join(script)}"
+    return (
+        f" --ranks expects {command.ranks} ranks of it, and the command starts one process. If the script does not "
+        f"start the others itself, give the command that does: {launched!r}."
+    )
+
+
 class _Admission:
     """Admits each process that has reached a model's call, until all ranks have joined."""
 
@@ -354,7 +368,7 @@ class _Admission:
             missing = [p for p in self._places if p.side == side and p.label not in self._joined]
             why = f" {self._refused[side]}." if side in self._refused else ""
             what = "before it called a model" if missing else "while the other side had not called its model yet"
-            advice = self._other_models(side) or _WHAT_IS_A_MODEL
+            advice = self._other_models(side) or _advice_on_ranks(process.command) or _WHAT_IS_A_MODEL
             raise LaunchError(
                 f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why}{advice} Its output "
                 f"({process.log}) ends:\n"

@@ -6,6 +6,7 @@ import os
 import select
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,32 @@ def test_a_side_that_ends_without_a_call_ends_the_other_too(tmp_path: Path) -> N
         listener = place.listen()
         assert listener is not None
         listener.close()
+
+
+def test_a_script_of_several_ranks_without_a_launcher_gets_the_command(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    script = tmp_path / "ep.py"
+    script.write_text("raise SystemExit('RANK is not set')")
+
+    def said(target: ScriptCommand) -> str:
+        commands: dict[Side, ScriptCommand] = {"baseline": ScriptCommand(("sleep", "1000")), "target": target}
+        with pytest.raises(gl.LaunchError) as raised:
+            start_scripts(commands, LaunchOptions(1, target.ranks), GraftPlan(), tmp_path, ScriptSettings(), print)
+        return str(raised.value)
+
+    plain = (sys.executable, str(script), "--fast")
+    launched = f"give the command that does: 'torchrun --nproc-per-node 2 {script} --fast'."
+    assert launched in said(ScriptCommand(plain, 2))
+    assert "--ranks" not in said(ScriptCommand(plain, 1))
+    assert "--ranks" not in said(ScriptCommand(("env", *plain), 2))
+
+
+def test_a_torchrun_that_is_not_found_can_be_started_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for program, is_told in (("torchrun", True), ("accelerate", False)):
+        with pytest.raises(gl.LaunchError) as raised:
+            ScriptProcess("target", ScriptCommand((program, "x.py")), tmp_path / "target.log", dict(os.environ))
+        assert ("`python -m torch.distributed.run` takes the same options" in str(raised.value)) is is_told
 
 
 def test_sides_that_call_no_model_in_time_are_named_with_their_output(
