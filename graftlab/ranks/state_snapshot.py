@@ -174,6 +174,8 @@ def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
     def of(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, (*_PLAIN, torch.nn.Parameter, torch.optim.Optimizer)) or id(value) in seen:
             return
+        if _is_of_sharding(value):
+            return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             if value.device.type != "meta" and value.layout == torch.strided:

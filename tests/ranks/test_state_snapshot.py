@@ -196,3 +196,17 @@ def test_a_container_may_grow_while_what_was_written_is_read(kind: str) -> None:
     snapshot = StateSnapshot([])
     found, _ = snapshot.written({"x": holder}, 1 << 20)
     assert len(found) == 2
+
+
+def test_the_state_with_which_torch_shards_a_model_is_not_written_by_it() -> None:
+    class Shards:
+        __module__ = "torch.distributed.fsdp._fully_shard"
+
+        def __init__(self) -> None:
+            self.data = torch.zeros(4)
+
+    model = nn.Linear(2, 2)
+    model.shards = Shards()  # type: ignore[assignment]
+    snapshot = StateSnapshot([model])
+    model.shards.data = torch.ones(4)
+    assert snapshot.written({"": model}, 1 << 20) == ({}, [])
