@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
 import tokenize
 from collections.abc import Sequence
@@ -105,6 +106,8 @@ def _check_defined(path: Path, name: str) -> None:
 def command_of(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process. ``ranks`` is read from it if it is None.
 
+    A program that is not on ``PATH``, such as ``torchrun``, is the one beside this Python.
+
     Raises :class:`ConfigError` if the text is not a command, or its script does not exist.
     """
     from graftlab.jobs.script_launcher import ScriptCommand
@@ -125,6 +128,10 @@ def command_of(text: str, ranks: int | None) -> ScriptCommand:
         if not os.path.isfile(words[0]):
             raise ConfigError(f"{words[0]} does not exist")
         words.insert(0, sys.executable)
+    path = variables.get("PATH", os.environ.get("PATH"))
+    beside = os.path.join(os.path.dirname(sys.executable), words[0])
+    if os.path.basename(words[0]) == words[0] and shutil.which(words[0], path=path) is None and os.path.isfile(beside):
+        words[0] = beside
     return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks, variables=variables)
 
 

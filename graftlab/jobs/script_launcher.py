@@ -88,9 +88,7 @@ class ScriptProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            is_torchrun = command.arguments[0] == "torchrun" and isinstance(error, FileNotFoundError)
-            advice = "; `python -m torch.distributed.run` takes the same options" if is_torchrun else ""
-            raise LaunchError(f"the {side} `{command.text}` cannot be started: {error}{advice}") from error
+            raise LaunchError(f"the {side} `{command.text}` cannot be started: {error}") from error
         finally:
             os.close(descriptor)
         self.ended = os.pidfd_open(self._process.pid)

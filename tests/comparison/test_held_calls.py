@@ -497,9 +497,27 @@ def test_a_script_runs_in_this_python_also_if_its_path_has_spaces(tmp_path: Path
     assert command_of(f"'{script}' --fast", None).arguments == (sys.executable, str(script), "--fast")
 
 
+def test_a_program_that_is_not_on_the_path_is_the_one_beside_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, on_path = tmp_path / "bin", tmp_path / "path"
+    for folder, programs in ((beside, ("torchrun", "accelerate")), (on_path, ("accelerate",))):
+        folder.mkdir()
+        for program in programs:
+            (folder / program).touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    monkeypatch.setenv("PATH", str(on_path))
+    found = [
+        command_of(f"{program} x.py", None).arguments[0] for program in ("torchrun", "accelerate", "./torchrun", "x")
+    ]
+    assert found == [str(beside / "torchrun"), "accelerate", "./torchrun", "x"]
+    command = command_of(f"PATH={beside} torchrun x.py", None)
+    assert command.arguments == ("torchrun", "x.py")
+
+
 def test_variables_before_a_command_are_set_for_it() -> None:
     command = command_of("env RATE=a=b PYTHONPATH='some where' python score.py X=1", None)
-    assert command.arguments == ("python", "score.py", "X=1")
+    assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("python", "score.py", "X=1")
     assert command.variables == {"RATE": "a=b", "PYTHONPATH": "some where"}
 
 

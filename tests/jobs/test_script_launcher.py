@@ -188,14 +188,6 @@ def test_a_script_of_several_ranks_without_a_launcher_gets_the_command(tmp_path:
     assert "--ranks" not in said(ScriptCommand(("env", *plain), 2))
 
 
-def test_a_torchrun_that_is_not_found_can_be_started_by_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for program, is_told in (("torchrun", True), ("accelerate", False)):
-        with pytest.raises(gl.LaunchError) as raised:
-            ScriptProcess("target", ScriptCommand((program, "x.py")), tmp_path / "target.log", dict(os.environ))
-        assert ("`python -m torch.distributed.run` takes the same options" in str(raised.value)) is is_told
-
-
 def test_sides_that_call_no_model_in_time_are_named_with_their_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
