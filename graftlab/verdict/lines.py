@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -15,6 +16,9 @@ MOST_LINES = 3
 """The most lines of a side that are reported for a group."""
 INDENT = "  "
 """The indent of lines of source in a verdict's text."""
+# The dtypes of the tensors that an operation reads, and those of whole numbers among them.
+_DTYPE = re.compile(r"(\w+)\[")
+_COUNT = re.compile(r"(i|int|uint)\d+|bool")
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,13 @@ class DifferingLine:
     def is_telling(self) -> bool:
         """Whether values that the other side lacks are computed here from others.
 
-        Another order may be meant, and what reads no tensor, such as ``arange``, may count what the other side counted
-        before.
+        Another order may be meant, and what reads no values but whole numbers, as ``arange`` and ``argsort(i64[8])``
+        do, may count what the other side counts differently.
         """
-        return self.confirmed or not (self.is_suspect or len(self.shapes) < 2)
+        name, _, arguments = self.operation.partition("(")
+        counts = all(map(_COUNT.fullmatch, _DTYPE.findall(arguments)))
+        reads_shape_alone = name.endswith("_like") or name.startswith("new_")
+        return self.confirmed or not (self.is_suspect or counts or reads_shape_alone)
 
 
 COLUMNS = tuple(each.name for each in fields(DifferingLine))

@@ -280,10 +280,10 @@ def test_a_suspect_line_is_marked_in_the_text() -> None:
 
 
 def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() -> None:
-    shapes = ((2, 3), (2, 3))
-    order = replace(line("up", "target", 1), is_suspect=True, shapes=shapes)
-    count = replace(line("up", "target", 2), operation="arange(3)", shapes=((3,),))
-    telling, later = (replace(line("up", "target", number), shapes=shapes) for number in (3, 4))
+    computed = "add(f32[2, 3], i64[3])"
+    order = replace(line("up", "target", 1), is_suspect=True, operation=computed)
+    count = replace(line("up", "target", 2), operation="arange(3)")
+    telling, later = (replace(line("up", "target", number), operation=computed) for number in (3, 4))
 
     def shown(*lines: DifferingLine) -> list[int]:
         return [number for _, _, number, _ in first_places(lines, ["up"])]
@@ -299,6 +299,10 @@ def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() ->
     assert most_telling([order, count, order, telling, later]) == [order, count, telling]
     assert most_telling([order, telling, count, later]) == [order, telling, count]
     assert most_telling([order, count]) == [order, count]
+    for counts in ("arange(3)", "argsort(i64[8], stable=True)", "cat([int32[2], bool[2]])", "zeros_like(f32[2])"):
+        assert not replace(telling, operation=counts).is_telling
+    for computes in ("index(f32[3, 2], [i64[3]])", "pow(complex64[2], 2)", "cat([float8_e5m2[2]])"):
+        assert replace(count, operation=computes).is_telling
 
 
 def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
