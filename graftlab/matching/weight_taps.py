@@ -185,6 +185,8 @@ def _by_the_first_rule(rules: Sequence[Rule], pair: Pair) -> Pair:
             continue
         usual, baseline = rule.example.layout, rule.baseline_for(pair.target)
         if pair.layout.text == usual.text:
+            if pair.baseline == baseline:
+                return pair
             what = "another module's"
         elif pair.baseline == baseline and not (pair.layout.leaves_out or usual.leaves_out):
             what = "in a different order"

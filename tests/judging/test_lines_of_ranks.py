@@ -95,7 +95,7 @@ def test_right_code_that_ranks_share_has_no_lines(session: gl.Session) -> None:
 
 
 def stages(wrong: bool) -> Tensor:
-    """Four layers, of which each rank of the target runs its share, and sends its result to the next."""
+    """Four layers. Each rank of the target runs its share, and sends its result to the next."""
     me = gl.here()
     assert me is not None
     generator = torch.Generator().manual_seed(0)

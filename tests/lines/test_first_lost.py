@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,28 @@ def test_copies_on_all_ranks_are_no_summands_of_a_value_that_they_add_up_to() ->
     whole = trace(lambda x: (F.linear(x, WEIGHT).relu() @ WEIGHT).tanh(), Q)
     found = first_lost([whole], [trace(halved, Q)] * 2, 1)
     assert sources(found.target)[0] == "half = h / 2"
+
+
+@pytest.mark.parametrize(
+    ("collective", "is_summed"), [("allreduce_", True), ("reduce_scatter_", True), ("allgather_", False)]
+)
+def test_only_results_that_the_ranks_reduce_are_summands(collective: str, is_summed: bool) -> None:
+    def on_rank(rank: int) -> SliceTrace:
+        def shared(x: Tensor) -> Tensor:
+            part = x * (rank + 3)
+            together = part.clone()
+            return together.tanh()
+
+        own = trace(shared, Q)
+        operations = [
+            replace(each, name=collective, is_collective=True) if each.name == "clone" else each
+            for each in own.operations
+        ]
+        return replace(own, operations=operations)
+
+    found = first_lost([trace(lambda x: (x * 2).tanh(), Q)], [on_rank(0), on_rank(1)], 0)
+    part = next(each for each in found.target if each.operation.name == "mul")
+    assert part.is_summand is is_summed
 
 
 def test_a_wrong_number_alone_is_found_and_the_right_ones_beside_it_are_not() -> None:

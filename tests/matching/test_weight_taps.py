@@ -157,6 +157,15 @@ def test_weights_that_are_swapped_in_one_layer_are_paired_as_in_the_others() -> 
     assert all("b.1." in each for each in found.wrong_weights)
 
 
+def test_outputs_that_are_paired_by_value_as_in_other_layers_stay_so() -> None:
+    ours = {f"h_{n}_{name}_weight": drawn(4, 6, seed=10 * n + at) for n in range(4) for at, name in enumerate("qk")}
+    theirs = {f"b{name[1:]}": value for name, value in ours.items()}
+    theirs["b_1_q_weight"], theirs["b_1_k_weight"] = theirs["b_1_k_weight"], theirs["b_1_q_weight"]
+    outputs = tuple(Pair(f"h.{n}.q", f"b.{n}.q") for n in range(4))
+    found = with_weights(Proposal(outputs), weights(**ours), weights(**theirs))
+    assert tuple(pair for pair in found.pairs if pair.target.endswith(".q")) == outputs
+
+
 def test_outputs_of_a_weight_in_the_wrong_order_are_paired_as_in_other_layers() -> None:
     rows, columns = (
         parse_layout(text) for text in ("rearrange('(a b) d -> (b a) d', a=4)", "rearrange('d (a b) -> d (b a)', a=4)")
