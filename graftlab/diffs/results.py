@@ -199,6 +199,9 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
     misplaced: list[str] = []
     for path, path_of_other in pairs:
         a, b = one[path], other[path_of_other]
+        if a.device != b.device:
+            # A copy that was kept is often on the CPU, and the call's own result is where the model is.
+            a, b = a.cpu(), b.cpu()
         if a.shape != b.shape:
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.

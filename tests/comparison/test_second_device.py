@@ -1,0 +1,134 @@
+"""Comparisons of models that are on a device beside the CPU, as on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import second_device
+from torch import nn
+
+import graftlab as gl
+from graftlab.__main__ import main
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(second_device.compiler() is None, reason="needs a C++ compiler"),
+]
+
+TOKENS = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(3))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.scale = 4.0**-0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        y = (q @ k.mT * self.scale).softmax(-1) @ v
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(40, 16), nn.Sequential(Block(), Block()), nn.Linear(16, 40)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens.to(self.embed.weight.device))))
+
+
+def model(dtype: torch.dtype = torch.float32, scale: float = 1.0, device: str | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    made = Model().eval().to(device or second_device.load(), dtype)
+    made.blocks[1].scale *= scale
+    return made
+
+
+def compared(
+    baseline: Callable[[], nn.Module], target: Callable[[], nn.Module], backward: bool = False
+) -> tuple[str, str]:
+    comparison = gl.compare(baseline, target, TOKENS, backward=backward)
+    with comparison.session:
+        return comparison.answer, comparison.text
+
+
+@pytest.mark.parametrize("baseline", ["second", "cpu"])
+def test_models_on_a_second_device_agree(baseline: str) -> None:
+    answer, text = compared(partial(model, device=None if baseline == "second" else "cpu"), partial(model))
+    assert answer == "agree", text
+    assert "No tap adds more than rounding" in text
+
+
+def test_a_line_is_named_on_a_second_device() -> None:
+    answer, text = compared(partial(model), partial(model, scale=1.05))
+    assert answer == "differ"
+    assert "q @ k.mT * self.scale" in text
+    assert "the output agrees" in text
+
+
+def test_16_bits_are_judged_in_float32_on_a_second_device() -> None:
+    half = partial(model, torch.bfloat16)
+    assert compared(half, half)[0] == "agree"
+    answer, text = compared(half, partial(model, torch.bfloat16, 1.02))
+    assert answer == "differ", text
+    assert "q @ k.mT * self.scale" in text
+
+
+class HalvedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+def with_halved_gradient() -> nn.Module:
+    made = model()
+    forward = made.blocks[1].out.forward
+    made.blocks[1].out.forward = lambda x: HalvedGradient.apply(forward(x))
+    return made
+
+
+def test_gradients_are_compared_on_a_second_device() -> None:
+    assert compared(partial(model), partial(model), backward=True)[0] == "agree"
+    answer, text = compared(partial(model), with_halved_gradient, backward=True)
+    assert answer == "differ"
+    assert "gradient / 2" in text
+
+
+TRAINING = """
+import sys
+sys.path[:0] = [{tests!r}, {folder!r}]
+import torch
+from comparison.test_second_device import TOKENS, model
+from torch.nn import functional as F
+
+trained = model().train()
+optimizer = torch.optim.AdamW(trained.parameters(), weight_decay={decay})
+for _ in range(3):
+    optimizer.zero_grad()
+    logits = trained(TOKENS)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten().to(logits.device)).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("decay", "exit_code"), [(0.01, 0), (0.1, 1)])
+def test_scripts_that_train_are_compared_on_a_second_device(
+    decay: float, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = str(Path(__file__).resolve().parents[1])
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(TRAINING.format(tests=tests, folder=str(tmp_path), decay=0.01))
+    other.write_text(TRAINING.format(tests=tests, folder=str(tmp_path), decay=decay))
+    assert main(["compare", str(one), str(other)]) == exit_code
+    assert ("weight_decay" in capsys.readouterr().out) == bool(exit_code)
