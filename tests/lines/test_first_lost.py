@@ -450,7 +450,7 @@ class CountedValues(dict[int, TracedValue]):
         return super().items()
 
 
-def test_a_trace_is_read_from_first_to_last_a_few_times_however_many_operations_are_lost() -> None:
+def test_a_trace_is_read_a_few_times_however_much_is_lost() -> None:
     def served(wrong: bool) -> Callable[[Tensor], Tensor]:
         def decode(x: Tensor) -> Tensor:
             cache, results = torch.zeros(0, 16), []
