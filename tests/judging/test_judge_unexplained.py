@@ -14,6 +14,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.held_calls import answer_of
+from graftlab.requests import request_ids_tensor
 
 pytestmark = pytest.mark.ranks
 
@@ -100,6 +101,36 @@ def test_another_number_that_masks_is_no_mistake_and_hides_none(session: gl.Sess
     # A number that others exceed masks nothing, and is a difference.
     none = session.verdict(attention_with_a_mask_of, attention_with_a_mask_of, args=(-3.0, None))
     assert none.named == ["scores"]
+
+
+# ---- batches in another order ---------------------------------------------------------------------------------------
+
+
+def batch_in_another_order(factor: float, after: float) -> torch.Tensor:
+    is_target = gl.here().side == "target"
+    order = [2, 0, 1] if is_target else [0, 1, 2]
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))[order]
+    extras = {"rids_int": request_ids_tensor([f"r{place}" for place in order], "cpu")}
+    hidden = gl.tap("hidden", x.tanh() * (factor if is_target else 1.0), extras=extras)
+    out = gl.tap("out", hidden.cumsum(1), extras=extras)
+    return out * (after if is_target else 1.0)
+
+
+def test_another_order_of_requests_is_no_difference_after_the_last_tap(session: gl.Session) -> None:
+    session.edit(transform=("True", gl.transforms.align_by_request))
+    try:
+        found = {
+            case: session.verdict(batch_in_another_order, batch_in_another_order, args=case)
+            for case in ((1.0, 1.0), (1.1, 1.0), (1.0, 1.1))
+        }
+    finally:
+        session.edit(transform=None)
+    right, wrong, later = found.values()
+    assert first_line(right).startswith("Nothing that was checked adds more than rounding")
+    assert "Not checked: the order of the rows of the returned value." in right.text
+    assert first_line(wrong).startswith("hidden is computed differently")
+    assert first_line(later).startswith("Something after the last tap, out, is computed differently")
+    assert "the returned value still differs by 0.1 (" in first_line(later)
 
 
 # ---- what no tap shows ----------------------------------------------------------------------------------------------
