@@ -207,11 +207,13 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
     for number, batch in enumerate(batches):
         at = run.first_step + number
         rows = of_step.get(at)
-        suspect = None if rows is None else first_divergent(rows, noise_floor=noise_floor)
         # Every rank of a side gets every request, so the first rank stands for its side.
         sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
         errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
+        names = [_rid(*each) for each in batch]
         for position, (index, record) in enumerate(batch):
+            own = None if rows is None else _of_request(rows, names[position], names)
+            suspect = None if own is None else first_divergent(own, noise_floor=noise_floor)
             ours, theirs = (fed.outputs[position] for fed in sides.values())
             recorded = _tokens(record.response)
             lines.append(
@@ -223,13 +225,19 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
                     "same_tokens": _same(_tokens(ours), _tokens(theirs)),
                     "first_divergent": None if suspect is None else _tap(suspect),
                     "first_rel_l2": math.nan if suspect is None else distances(suspect.to_frame().T)[0],
-                    "final_difference": _final_difference(ours, theirs, rows),
+                    "final_difference": _final_difference(ours, theirs, own),
                     "baseline_as_recorded": _same(_tokens(ours), recorded),
                     "target_as_recorded": _same(_tokens(theirs), recorded),
                     "error": "\n".join(errors) or None,
                 }
             )
     return lines
+
+
+def _of_request(rows: pd.DataFrame, rid: str, batch: Sequence[str]) -> pd.DataFrame:
+    """The rows of a batch without those whose tag ``rid`` names another of its requests alone."""
+    others = {*batch} - {rid}
+    return rows[[tags.get("rid") not in others for tags in rows["tags"]]]
 
 
 def _with_skipped(lines: list[dict[str, Any]], skipped: Sequence[SkippedRequest]) -> pd.DataFrame:
@@ -272,8 +280,10 @@ def _tokens(output: Any) -> list[Any] | str | None:
         return None
     if isinstance(output, torch.Tensor):
         return None if output.is_floating_point() or output.is_complex() else output.flatten().tolist()
-    if isinstance(output, (list, tuple)) and all(isinstance(item, int) for item in output):
-        return list(output)
+    if isinstance(output, np.ndarray):
+        return output.flatten().tolist() if output.dtype.kind in "biu" else None
+    if isinstance(output, (list, tuple)) and all(isinstance(item, (int, np.integer)) for item in output):
+        return [int(item) for item in output]
     return output if isinstance(output, str) else None
 
 

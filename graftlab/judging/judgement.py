@@ -21,7 +21,7 @@ from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.job_steps import JobStepsAbandoned
 from graftlab.judging.line_runs import LineSearch
-from graftlab.judging.masked_values import left_out, without_masked_values
+from graftlab.judging.masked_values import left_out, masks_alike, with_equal_masks, without_masked_values
 from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights, Mechanisms
 from graftlab.judging.partial_sums import not_compared, partial_sums
@@ -37,7 +37,7 @@ from graftlab.judging.unmeasured import (
     outputs_themselves,
     unseen_taps,
 )
-from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned, VerdictRuns
 from graftlab.matching.pair import Pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
@@ -165,6 +165,7 @@ class Judgement:
         self._before = runs.before
         self._threshold = runs.request.threshold
         self._failed: list[str] = []
+        self._masks_alike: list[str] = []
         self._weights = LentWeights()
         self._is_abandoned = False
 
@@ -224,7 +225,7 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
-        remarks += masked + written
+        remarks += ([masks_alike(self._masks_alike)] if self._masks_alike else []) + masked + written
         weights = differing_weights(evidence.compared, self._threshold)
         if not naming.named:
             remarks += unequal_weights(evidence.compared, weights)
@@ -373,6 +374,15 @@ class Judgement:
             compared.iloc[:0],
         )
         returned_grafted = None if self._failed else self._runs.returned
+        self._masks_alike = []
+        if isinstance(self._runs, CalledRuns):
+            # Jobs may show other values in their next steps.
+            as_they_are: tuple[pd.DataFrame, pd.DataFrame, list[str]] = compared, grafted, []
+            compared, grafted, self._masks_alike = self._attempt(
+                "the comparison of masks",
+                partial(with_equal_masks, self._runs, compared, grafted),
+                as_they_are,
+            )
         measured = grafted[grafted["status"].isin(MEASURED)]
         outputs = [] if self._failed else self._outputs(measured, returned)
         selves: list[SelfGraft] = self._attempt(

@@ -1,14 +1,15 @@
-"""Taps whose norm is dominated by values that both sides mask, such as scores of -1e9, judged by their other values."""
+"""Taps with values that both sides mask, such as scores of -1e9 or minus infinity, judged by their other values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 
+from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, kind_of
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
@@ -16,13 +17,108 @@ from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import call_key, records
+from graftlab.verdict.added import call_key, measured_rows, records
 
 _LEAST_MASK = 1e4
 """Values below the negative of this have a softmax of zero."""
 _FAR = 1e3
 """How many times larger than all other values a masked value is."""
+_CLEARLY = 10
+"""How many times larger than all other values the number is that one side has where the other has minus infinity."""
 _SHOWN = 3
+
+
+def with_equal_masks(
+    runs: VerdictRuns, compared: pd.DataFrame, grafted: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """Both frames, with masked places counted as equal where one side has minus infinity; and the names of these taps.
+
+    ``compared`` are the rows of a run without grafts, ``grafted`` those of one in which every tap was grafted. If a tap
+    may have such places, each of these runs is made again. A row in which any other place is finite on one side alone
+    stays as it is.
+    """
+    suspects = {
+        (row["name"], kind_of(row["tags"])): None for frame in (compared, grafted) for row in _finite_on_one_side(frame)
+    }
+    if not suspects:
+        return compared, grafted, []
+    keep = filter_of(suspects)
+    found: dict[str, None] = {}
+    frames = []
+    for frame, wanted in (
+        (compared, RunFilters(compare="True", keep=keep)),
+        (grafted, RunFilters(b2t="True", keep=keep)),
+    ):
+        rows = _finite_on_one_side(frame)
+        if rows:
+            runs.both("the values that one side masks by minus infinity", wanted)
+        changed = frame.copy() if rows else frame
+        for row in rows:
+            if (masked := _masked_by_infinity(runs, row)) is None:
+                continue
+            for side, count in zip(("baseline", "target"), masked, strict=True):
+                changed.loc[row["index"], f"nonfinite_{side}"] -= count
+            changed.loc[row["index"], "nonfinite_differ"] = 0
+            found[row["name"]] = None
+        frames.append(changed)
+    return frames[0], frames[1], list(found)
+
+
+def _finite_on_one_side(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The measured rows in which one side has all values that are not finite, with their index in the frame.
+
+    Where masks differ in this, one side has them all. Gradients have no masks.
+    """
+    # Most often every value is finite.
+    if not len(frame) or not (frame["nonfinite_differ"] > 0).any():
+        return []
+    rows = measured_rows(frame.assign(index=frame.index))
+    return [
+        row
+        for row in rows
+        if row["nonfinite_differ"]
+        and row["nonfinite_differ"] == abs(row["nonfinite_baseline"] - row["nonfinite_target"])
+        and kind_of(row["tags"]) in (None, "input", "param")
+    ]
+
+
+def _masked_by_infinity(runs: VerdictRuns, row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many places of a row each side masks by minus infinity, and the other side by a number.
+
+    None if the sides differ in a place that is not finite in any other way, or the values were not kept.
+    """
+    tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
+    try:
+        pair = runs.pair(row["name"], row["rank"], row["in_run"], {OCCURRENCE: row["occurrence"], **tags})
+    except SessionError:
+        return None
+    return _places_masked_by_infinity(*pair)
+
+
+def _places_masked_by_infinity(baseline: torch.Tensor, target: torch.Tensor) -> tuple[int, int] | None:
+    if baseline.shape != target.shape or not (baseline.is_floating_point() and target.is_floating_point()):
+        return None
+    x, y = baseline.double(), target.double()
+    masked = x.isneginf() & (y < -_LEAST_MASK) & y.isfinite(), y.isneginf() & (x < -_LEAST_MASK) & x.isfinite()
+    either = masked[0] | masked[1]
+    alike = (x == y) | (x.isnan() & y.isnan()) | (x.isfinite() & y.isfinite())
+    if not (either | alike).all():
+        return None
+    others = torch.cat([each[~either & each.isfinite()].abs() for each in (x, y)])
+    largest = float(others.max()) if others.numel() else 0.0
+    numbers = torch.cat([y[masked[0]], x[masked[1]]])
+    if numbers.numel() and float(-numbers.max()) < _CLEARLY * largest:
+        # A number among others of its size is no mask.
+        return None
+    return int(masked[0].sum()), int(masked[1].sum())
+
+
+def masks_alike(names: Sequence[str]) -> str:
+    """A sentence on the taps that one side masks by minus infinity and the other by a number."""
+    return (
+        f"At {first_of(names, _SHOWN)}, minus infinity on one side and a number below {-_LEAST_MASK:g} on the other "
+        "count as equal, since both mask."
+    )
 
 
 def without_masked_values(

@@ -49,7 +49,7 @@ from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import data_rows, without_data
 from graftlab.verdict.origins import WantedInputs
-from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned
+from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned, extents_by_request
 from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
@@ -329,7 +329,8 @@ class CalledRuns(VerdictRuns):
         # A recording returns the number of its taps, which is no result of the model.
         expected = () if self.recorded else run.baseline
         if self.raised is None:
-            self.returned = compare_returned(expected, run.target, self.before.pairs)
+            by_request = extents_by_request(frame)
+            self.returned = compare_returned(expected, run.target, self.before.pairs, by_request=by_request)
         return frame
 
     def _stop_at_exceptions(self) -> None:

@@ -103,6 +103,8 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     """Return the fingerprint of a tensor; without ``sorts`` it has no quantiles, which cost the most."""
     plain = getattr(tensor, "_local_tensor", tensor)
     shape, dtype = tuple(plain.shape), DTYPE_NAMES[plain.dtype]
+    if plain.is_quantized:
+        plain = plain.dequantize()
     if 0 in (strides := plain.stride()):
         plain = plain.detach()
         for dim, (extent, stride) in enumerate(zip(shape, strides, strict=True)):

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from graftlab.lines.fingerprints import (
     ANY_ORDER,
@@ -233,6 +234,8 @@ class _Side:
     elsewhere: _FingerprintIndex
     """Values that the other side computed before the tap, but not for it."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
+    _arrangements: dict[int, set[int]] = field(default_factory=dict)
+    _lost_at: dict[int, list[TracedOperation]] = field(default_factory=dict)
     _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
@@ -290,22 +293,24 @@ class _Side:
         """The lost operations that depend on no other lost one, judged at this level; the most telling first."""
         everything = self._lost_here(level)
         # Operations that only arrange numbers that the other side has are lost because their readers are.
-        lost = [each for each in everything if not self._arranges_known(each, level)] or everything
-        follows = self._following_inputs()
+        arranges_known = self._arranging_known(level)
+        lost = [each for each in everything if each.index not in arranges_known] or everything
+        follows = self._follows_inputs
         tap_dependent = [each for each in lost if follows[each.index]]
         genuine = {
             each.index
             for each in lost
             if not follows[each.index] and (self._computes_from_known(each, level) or self._overwrites(each))
         }
-        first = _without_ancestors(tap_dependent, self.trace, {each.index for each in tap_dependent})
-        alone = _without_ancestors(
-            [each for each in lost if not follows[each.index]], self.trace, {each.index for each in lost}
+        first = self._without_ancestors(tap_dependent, {each.index for each in tap_dependent})
+        alone = self._without_ancestors(
+            [each for each in lost if not follows[each.index]], {each.index for each in lost}
         )
         found: dict[int, LostOperation] = {}
         for each in first:
+            ancestors = self._ancestors(each)
             for root in alone:
-                if root.index in genuine and root.index in _ancestors(each, self.trace):
+                if root.index in genuine and root.index in ancestors:
                     found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
                     for reader in self._first_readers(root, lost):
                         found.setdefault(reader.index, LostOperation(reader, False, False, state=self._state(reader)))
@@ -392,8 +397,7 @@ class _Side:
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
         """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
-        sources = self._sources()
-        by_index = {each.index: each for each in self.trace.operations}
+        sources, by_index = self._sources, self._by_index
         found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
@@ -412,26 +416,27 @@ class _Side:
         """Whether the ranks' results of this operation differ, and a later collective reduces them."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
         later = (each for each in self.trace.operations if each.is_collective and "reduce" in each.name)
-        return bool(parts) and _differ(parts) and any(operation.index in _ancestors(each, self.trace) for each in later)
+        return bool(parts) and _differ(parts) and any(operation.index in self._ancestors(each) for each in later)
 
-    def _arranges_known(self, operation: TracedOperation, level: int) -> bool:
-        """Whether an operation only arranges values that the other side has, directly or through others that do so."""
-        if not operation.only_arranges:
-            return False
-        sources = self._sources()
-        by_index = {each.index: each for each in self.trace.operations}
-        return all(
-            self.level(number) >= level
-            or any(self._arranges_known(by_index[index], level) for index in sources[number])
-            for number in operation.inputs
-        )
+    def _arranging_known(self, level: int) -> set[int]:
+        """The operations that only arrange values that the other side has, directly or through others that do so."""
+        if level not in self._arrangements:
+            found = self._arrangements[level] = set()
+            # In execution order: a cache that many operations wrote to has all of them as its sources.
+            for each in self.trace.operations:
+                if each.only_arranges and all(
+                    self.level(number) >= level or any(index in found for index in self._sources[number])
+                    for number in each.inputs
+                ):
+                    found.add(each.index)
+        return self._arrangements[level]
 
     def _omitting(
         self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
     ) -> list[TracedOperation]:
         """The lost operations that prepare this one's inputs and leave out a part of values that the other side has."""
-        by_index = {each.index: each for each in lost if self._arranges_known(each, level)}
-        sources = self._sources()
+        arranges_known, sources = self._arranging_known(level), self._sources
+        by_index = {each.index: each for each in lost if each.index in arranges_known}
         found: dict[int, TracedOperation] = {}
         left = [index for number in operation.inputs for index in sources[number]]
         while left:
@@ -448,8 +453,7 @@ class _Side:
         """The operations for which the other side has neither their results nor any that depend on them."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers = self._readers_of_values()
-        by_index = {each.index: each for each in self.trace.operations}
+        readers, by_index = self._readers_of_values(), self._by_index
 
         def has(number: int) -> bool:
             return self.says(number) and self.level(number) >= level
@@ -497,8 +501,12 @@ class _Side:
 
         These are right, and an operation after them reads the wrong value.
         """
-        lost = self._lost(level)
-        follows, drawn = self._following_inputs(), self._drawn_data()
+        if level not in self._lost_at:
+            self._lost_at[level] = self._without_excused(self._lost(level), level)
+        return self._lost_at[level]
+
+    def _without_excused(self, lost: list[TracedOperation], level: int) -> list[TracedOperation]:
+        follows, drawn = self._follows_inputs, self._drawn_data()
         readers = self._readers()
         excused: set[int] = set()
         for each in reversed(lost):
@@ -516,10 +524,9 @@ class _Side:
     def _readers(self) -> Mapping[int, list[int]]:
         """The operations that read each operation's results."""
         found: dict[int, list[int]] = defaultdict(list)
-        sources = self._sources()
         for each in self.trace.operations:
             for number in each.inputs:
-                for index in sources[number]:
+                for index in self._sources[number]:
                     found[index].append(each.index)
         return found
 
@@ -529,7 +536,7 @@ class _Side:
         A value that several operations wrote to is an output of each.
         """
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
-        sources = self._sources()
+        sources = self._sources
         outputs = {each.index: each.outputs for each in self.trace.operations}
         for each in self.trace.operations:
             if reads_shape_alone(each) or (each.outputs and all(self._is_constant(number) for number in each.outputs)):
@@ -545,14 +552,20 @@ class _Side:
         own = self.trace.fingerprints.get(number)
         return own is not None and own.constant and own.numel > 1
 
+    @cached_property
+    def _by_index(self) -> Mapping[int, TracedOperation]:
+        return {each.index: each for each in self.trace.operations}
+
+    @cached_property
     def _sources(self) -> Mapping[int, tuple[int, ...]]:
-        present = {each.index for each in self.trace.operations}
+        """The operations that wrote each value, of those before it that no tap separates from it."""
         return {
-            number: () if value.tap is not None else tuple(index for index in value.sources if index in present)
+            number: () if value.tap is not None else tuple(index for index in value.sources if index in self._by_index)
             for number, value in self.trace.values.items()
         }
 
-    def _following_inputs(self) -> dict[int, bool]:
+    @cached_property
+    def _follows_inputs(self) -> Mapping[int, bool]:
         """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input."""
         values = self.trace.values
         has_taps = any(value.tap is not None for value in values.values())
@@ -563,7 +576,7 @@ class _Side:
                 return True
             return not has_taps and not value.sources and not value.is_parameter
 
-        sources = self._sources()
+        sources = self._sources
         found: dict[int, bool] = {}
         for each in self.trace.operations:
             found[each.index] = any(
@@ -576,7 +589,7 @@ class _Side:
 
         Numbers drawn in place, as for the initialisation of a weight, are not data.
         """
-        sources = self._sources()
+        sources = self._sources
         found: set[int] = set()
         for each in self.trace.operations:
             draws = each.is_random and not each.inputs and not each.name.endswith("_")
@@ -613,8 +626,7 @@ class _Side:
         For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
         the one that gave it the shape of the other side's correctly ordered value.
         """
-        by_index = {each.index: each for each in self.trace.operations}
-        sources = self._sources()
+        sources, by_index = self._sources, self._by_index
         found: dict[int, TracedOperation] = {}
         left = [number for number in operation.inputs if self._is_weak(number)]
         seen = set(left)
@@ -636,23 +648,22 @@ class _Side:
     def _is_weak(self, number: int) -> bool:
         return self.says(number) and self.level(number) != DIFFERENT and not self._is_equal(number)
 
+    def _without_ancestors(self, chosen: Sequence[TracedOperation], others: set[int]) -> list[TracedOperation]:
+        """The operations that depend on none of ``others``."""
+        depend: set[int] = set()
+        for each in self.trace.operations:
+            sources = (index for number in each.inputs for index in self._sources[number])
+            if any(index in others or index in depend for index in sources):
+                depend.add(each.index)
+        return [each for each in chosen if each.index not in depend]
 
-def _without_ancestors(chosen: Sequence[TracedOperation], trace: SliceTrace, others: set[int]) -> list[TracedOperation]:
-    """The operations that depend on none of ``others``."""
-    return [each for each in chosen if not others & _ancestors(each, trace)]
-
-
-def _ancestors(operation: TracedOperation, trace: SliceTrace) -> set[int]:
-    by_index = {each.index: each for each in trace.operations}
-    found: set[int] = set()
-    left = [operation]
-    while left:
-        for number in left.pop().inputs:
-            value = trace.values[number]
-            if value.tap is not None:
-                continue
-            for index in value.sources:
-                if index in by_index and index not in found and index != operation.index:
-                    found.add(index)
-                    left.append(by_index[index])
-    return found
+    def _ancestors(self, operation: TracedOperation) -> set[int]:
+        """The operations from which an operation computes its results."""
+        found: set[int] = set()
+        left = [operation]
+        while left:
+            for number in left.pop().inputs:
+                new = [index for index in self._sources[number] if index not in found]
+                found.update(new)
+                left += [self._by_index[index] for index in new]
+        return found

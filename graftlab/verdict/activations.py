@@ -38,7 +38,10 @@ def activation_hint(baseline: Tensor, target: Tensor, before: Mapping[str, Tenso
 
     Each is a function of one earlier tap, perhaps times a second one (a gated MLP). All these taps have its shape.
     """
-    inputs = {name: value.double() for name, value in before.items() if value.shape == baseline.shape}
+    fitting = {
+        name: value for name, value in before.items() if value.shape == baseline.shape and not value.is_complex()
+    }
+    inputs = {name: value.double() for name, value in fitting.items()}
     if not inputs or not baseline.is_floating_point() or not target.is_floating_point():
         return None
     ours = _found(baseline.double(), inputs, _tolerance(baseline))

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import pandas as pd
+import torch
 
 from graftlab.base.tap_groups import is_data, kind_of, kind_of_group
 from graftlab.base.text import first_of
-from graftlab.diffs.results import ResultDifference, compare_results, is_written, value_in_words
+from graftlab.diffs.results import (
+    NamedTensors,
+    ResultDifference,
+    compare_results,
+    is_written,
+    named_tensors,
+    value_in_words,
+)
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
@@ -40,6 +48,10 @@ class ValueDifference:
         return f"by {self.rel_l2:.2g} ({times})"
 
 
+_MOST_ROWS = 4_096
+"""More rows than this stay in their order, since each is compared with every other."""
+_LEAST_WIDTH = 8
+"""A row of fewer numbers may be near another one by chance."""
 OF_A_RESULT = re.compile(r"((?:.*\.)?output)([.\[].*)")
 """The name of a tap at a part of what a model returns: the result's name, and the part."""
 
@@ -118,12 +130,17 @@ class ReturnedValues:
 
 
 def compare_returned(
-    baseline: Sequence[object], target: Sequence[object], pairs: Sequence[PairRule] = ()
+    baseline: Sequence[object],
+    target: Sequence[object],
+    pairs: Sequence[PairRule] = (),
+    *,
+    by_request: Collection[int] = (),
 ) -> ReturnedValues:
     """Compare each rank's result with that of the baseline's same rank, or of its only rank.
 
     Nothing is compared if both sides have several ranks, but different numbers, or if ``pairs`` show that the outputs'
-    rows are in different orders.
+    rows are in different orders. ``by_request`` is the shape of an output that was paired by request: results with a
+    row for each of its rows may have them in different orders too, so each row is compared with the nearest one.
     """
     if not baseline or not target:
         return ReturnedValues()
@@ -139,13 +156,65 @@ def compare_returned(
     left: dict[str, None] = {}
     lost: dict[str, None] = {}
     for rank, found in enumerate(target):
-        compared = compare_results(baseline[rank if len(baseline) > 1 else 0], found)
+        expected = baseline[rank if len(baseline) > 1 else 0]
+        if by_request:
+            found, moved = _in_rows_of(named_tensors(expected), named_tensors(found), by_request)
+            left.update(dict.fromkeys(f"the order of the rows of {value_in_words(path)}" for path in moved))
+        compared = compare_results(expected, found)
         differences += compared.differences
         # One of several ranks may return its shard, and pairs may have layouts.
         may_be_part = bool(pairs) or len(baseline) != len(target)
         left.update(dict.fromkeys([*(compared.reshaped if may_be_part else ()), *compared.left]))
         lost.update(dict.fromkeys([*compared.lost, *(() if may_be_part else compared.reshaped)]))
     return ReturnedValues(tuple(differences), tuple(left), tuple(lost))
+
+
+def extents_by_request(rows: pd.DataFrame) -> tuple[int, ...]:
+    """The shape of the last measured tap of the forward pass if its rows were paired by request; otherwise empty."""
+    if not len(rows) or not (rows["aligned_by"] == "request").any():
+        return ()
+    values = [row for row in measured_rows(rows) if kind_of(row["tags"]) is None]
+    last = max(values, key=lambda row: (row["in_run"], row["order"]), default=None)
+    return tuple(last["shape"]) if last is not None and last["aligned_by"] == "request" else ()
+
+
+def _in_rows_of(
+    expected: NamedTensors, found: NamedTensors, extents: Collection[int]
+) -> tuple[NamedTensors, dict[str, None]]:
+    """The tensors of ``found`` with their rows in the order of the nearest ones expected, and the paths of those moved.
+
+    Numbers of a row are too few to recognise it by, unless a wide row of another tensor shows the order. Tensors whose
+    length is none of ``extents`` stay, such as the tokens of one request.
+    """
+    paths = [
+        path
+        for path, tensor in found.items()
+        if not is_written(path) and tensor.dim() and len(tensor) in extents and path in expected
+        if expected[path].shape == tensor.shape and 1 < len(tensor) <= _MOST_ROWS
+    ]
+    orders: dict[int, list[int]] = {}
+    for path in paths:
+        if found[path].is_floating_point() and found[path][0].numel() >= _LEAST_WIDTH:
+            orders.setdefault(len(found[path]), _nearest_rows(expected[path], found[path]))
+    result = NamedTensors(found)
+    moved: dict[str, None] = {}
+    for path in paths:
+        order = orders.get(len(found[path]), [])
+        if order != sorted(order):
+            result[path] = found[path][order]
+            moved[path] = None
+    return result, moved
+
+
+def _nearest_rows(expected: torch.Tensor, found: torch.Tensor) -> list[int]:
+    """For each expected row the nearest one found, each once: equal rows must have different partners."""
+    ours, theirs = (each.detach().cpu().double().flatten(1) for each in (expected, found))
+    apart = torch.cdist(ours, theirs)
+    order: list[int] = []
+    for row in apart:
+        order.append(int(row.argmin()))
+        apart[:, order[-1]] = math.inf
+    return order
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -79,6 +80,18 @@ def test_a_request_has_the_first_and_the_last_tap_of_its_batch(tmp_path: Path) -
     assert coarse.set_index("rid").loc["r2", "first_divergent"] == "hidden (layer=4)"
 
 
+def test_a_tap_of_one_request_counts_for_no_other_of_its_batch(tmp_path: Path) -> None:
+    rows = (
+        *(tap(0, "hidden", 0, 1e-7, rid="r0"), tap(0, "hidden", 1, 0.1, rid="r1"), tap(0, "hidden", 2, 1e-7, rid="r2")),
+        tap(0, "logits", 3, 1e-7, rid="r0,r1,r2"),
+        *(tap(0, "token", 4, 0.0, rid="r0"), tap(0, "token", 5, 0.5, rid="r1")),
+    )
+    requests = [recorded(f"r{n}", n) for n in range(3)]
+    found = summary_of(tmp_path, requests, each(sum), each(sum), *rows, batch_size=3).set_index("rid")
+    assert found["first_divergent"].fillna("").to_dict() == {"r1": "hidden", "r0": "", "r2": ""}
+    assert found["final_difference"].to_dict() == {"r1": 0.5, "r0": 0.0, "r2": 1e-7}
+
+
 def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -> None:
     answers = {0: X * 1.5, 1: {"logits": X * 1.25}, 2: X * math.nan, 3: torch.ones(5)}
     found = summary_of(
@@ -99,6 +112,9 @@ def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -
         ((1, 2), torch.tensor([[1, 2]]), True),
         ({"output_ids": [1]}, {"token_ids": [1]}, True),
         ({"output_ids": None, "text": "a"}, {"text": "b"}, False),
+        ([np.int64(1), 2], [1, 2], True),
+        (np.array([1, 2]), [1, 3], False),
+        (np.array([0.5]), [1], None),
         ("a", "a", True),
         ("a", [1], None),
         ({"other": [1]}, [1], None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.held_calls import answer_of
+from graftlab.requests import request_ids_tensor
 
 pytestmark = pytest.mark.ranks
 
@@ -73,6 +75,62 @@ def test_masked_values_do_not_hide_a_mistake_in_the_others(session: gl.Session) 
     assert "\nAt scores, values below -10000 on both sides count as masked, and are left out." in verdict.text
     assert 0.04 < verdict.frame.loc[verdict.frame["name"] == "scores", "added"].item() < 0.06
     assert session.verdict(masked_attention, masked_attention, args=(1.0,)).named == []
+
+
+def attention_with_a_mask_of(number: float, wrong_layer: int | None) -> torch.Tensor:
+    """Two layers whose baseline masks by minus infinity, and whose target by a number."""
+    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
+    is_target = gl.here().side == "target"
+    fill = number if is_target else -math.inf
+    for layer in range(2):
+        scores = x @ x.mT * (0.06 if is_target and layer == wrong_layer else 0.05)
+        scores = gl.tap("scores", scores.masked_fill(torch.ones(8, 8).triu(1).bool(), fill), layer=layer)
+        x = gl.tap("x", scores.softmax(-1) @ x, layer=layer)
+    return x
+
+
+def test_another_number_that_masks_is_no_mistake_and_hides_none(session: gl.Session) -> None:
+    number = torch.finfo(torch.float32).min
+    clear = session.verdict(attention_with_a_mask_of, attention_with_a_mask_of, args=(number, None))
+    assert clear.named == []
+    assert clear.text.startswith("No tap adds more than rounding")
+    assert "\nAt scores, minus infinity on one side and a number below -10000 on the other count as equal" in clear.text
+    wrong = session.verdict(attention_with_a_mask_of, attention_with_a_mask_of, args=(number, 1))
+    assert wrong.named == ["scores"]
+    assert wrong.text.startswith("scores is computed differently in layer 1 of 0-1 (added ")
+    # A number that others exceed masks nothing, and is a difference.
+    none = session.verdict(attention_with_a_mask_of, attention_with_a_mask_of, args=(-3.0, None))
+    assert none.named == ["scores"]
+
+
+# ---- batches in another order ---------------------------------------------------------------------------------------
+
+
+def batch_in_another_order(factor: float, after: float) -> torch.Tensor:
+    is_target = gl.here().side == "target"
+    order = [2, 0, 1] if is_target else [0, 1, 2]
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))[order]
+    extras = {"rids_int": request_ids_tensor([f"r{place}" for place in order], "cpu")}
+    hidden = gl.tap("hidden", x.tanh() * (factor if is_target else 1.0), extras=extras)
+    out = gl.tap("out", hidden.cumsum(1), extras=extras)
+    return out * (after if is_target else 1.0)
+
+
+def test_another_order_of_requests_is_no_difference_after_the_last_tap(session: gl.Session) -> None:
+    session.edit(transform=("True", gl.transforms.align_by_request))
+    try:
+        found = {
+            case: session.verdict(batch_in_another_order, batch_in_another_order, args=case)
+            for case in ((1.0, 1.0), (1.1, 1.0), (1.0, 1.1))
+        }
+    finally:
+        session.edit(transform=None)
+    right, wrong, later = found.values()
+    assert first_line(right).startswith("Nothing that was checked adds more than rounding")
+    assert "Not checked: the order of the rows of the returned value." in right.text
+    assert first_line(wrong).startswith("hidden is computed differently")
+    assert first_line(later).startswith("Something after the last tap, out, is computed differently")
+    assert "the returned value still differs by 0.1 (" in first_line(later)
 
 
 # ---- what no tap shows ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -9,7 +10,13 @@ import pytest
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.judging.masked_values import _apart, _may_be_masked, without_masked_values
+from graftlab.judging.masked_values import (
+    _apart,
+    _may_be_masked,
+    _places_masked_by_infinity,
+    with_equal_masks,
+    without_masked_values,
+)
 from graftlab.judging.verdict_runs import RunFilters
 
 
@@ -82,3 +89,91 @@ def test_values_that_are_not_masked_are_judged_by_the_largest_floor() -> None:
     unmasked = pd.DataFrame([tap("usual", -1.0, 3.0)])
     assert without_masked_values(runs, unmasked, frame, None) == (frame, [])
     assert len(runs.asked) == 1
+
+
+# ---- minus infinity on one side -------------------------------------------------------------------------------------
+
+NO, NAN = -math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "places"),
+    [
+        ([3.0, NO, NO], [3.0, -1e9, -2e4], (2, 0)),
+        ([3.0, -1e9, NO, NO], [3.5, NO, -1e9, NO], (1, 1)),
+        ([0.0, NO], [0.0, -1e9], (1, 0)),
+        ([NAN, math.inf, NO, 1.0], [NAN, math.inf, -1e9, 1.0], (1, 0)),
+        # A difference beside the masks is measured, and one that is not finite is none of theirs.
+        ([3.0, NO, NO], [3.0, -1e9, 1.0], None),
+        ([3.0, NO, NO], [3.0, -1e9, math.inf], None),
+        ([3.0, NO, 1.0], [3.0, -1e9, NAN], None),
+        # Not low enough to vanish in a softmax, or no lower than what stands beside it.
+        ([3.0, NO], [3.0, -9e3], None),
+        ([3e5, NO], [3e5, -1e6], None),
+        ([-3e5, NO], [-3e5, -1e6], None),
+    ],
+)
+def test_only_numbers_far_below_all_others_are_equal_masks(
+    baseline: list[float], target: list[float], places: tuple[int, int] | None
+) -> None:
+    assert _places_masked_by_infinity(torch.tensor(baseline), torch.tensor(target)) == places
+
+
+def test_values_that_cannot_be_compared_have_no_masks() -> None:
+    x, y = torch.tensor([3.0, NO]), torch.tensor([3.0, -1e9])
+    assert _places_masked_by_infinity(x, y[:1]) is None
+    assert _places_masked_by_infinity(x, torch.tensor([3, -(10**9)])) is None
+
+
+def rows_of(*taps: dict[str, Any]) -> pd.DataFrame:
+    common = {"status": "compared", "rank": 0, "step": 4, "occurrence": 0, "tags": {}, "rel_l2": 0.0}
+    numbers = {"nonfinite_baseline": 0, "nonfinite_target": 0, "nonfinite_differ": 0}
+    return pd.DataFrame([{**common, **numbers, **each} for each in taps])
+
+
+class Kept:
+    """Keeps the same pair of values for each tap of these names."""
+
+    def __init__(self, pairs: dict[str, tuple[list[float], list[float]]]) -> None:
+        self.pairs, self.asked = pairs, list[RunFilters]()
+
+    def both(self, why: str, wanted: RunFilters) -> None:
+        self.asked.append(wanted)
+
+    def pair(self, name: str, rank: int, step: int, tags: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (rank, step, tags["occurrence"]) == (0, 0, 0)
+        if name not in self.pairs:
+            raise SessionError("no pair was kept")
+        one, other = self.pairs[name]
+        return torch.tensor(one), torch.tensor(other)
+
+
+def test_rows_with_equal_masks_differ_no_longer_and_all_others_stay() -> None:
+    masked = {"nonfinite_baseline": 2, "nonfinite_target": 1, "nonfinite_differ": 1}
+    compared = rows_of(
+        {"name": "scores", **masked},
+        {"name": "wrong", **masked},
+        {"name": "not kept", **masked},
+        {"name": "both ways", "nonfinite_baseline": 1, "nonfinite_target": 1, "nonfinite_differ": 2},
+        {"name": "scores", "tags": {"kind": "grad"}, **masked},
+        {"name": "finite"},
+    )
+    runs: Any = Kept({"scores": ([NO, NO, 1.0], [-1e9, NO, 1.0]), "wrong": ([NO, NO, 1.0], [2.0, NO, 1.0])})
+    changed, grafted, names = with_equal_masks(runs, compared, rows_of({"name": "finite"}))
+    assert names == ["scores"]
+    assert changed["nonfinite_differ"].tolist() == [0, 1, 1, 2, 1, 0]
+    assert changed["nonfinite_baseline"].tolist() == [1, 2, 2, 1, 2, 0]
+    assert grafted["nonfinite_differ"].tolist() == [0]
+    # The run whose rows have no such place is not made again.
+    assert [(each.compare, each.b2t) for each in runs.asked] == [("True", None)]
+    assert compared["nonfinite_differ"].tolist() == [1, 1, 1, 2, 1, 0]
+    runs = Kept({"scores": ([NO, NO, 1.0], [-1e9, NO, 1.0])})
+    changed, grafted, names = with_equal_masks(runs, compared[:1], compared[:1])
+    assert (grafted["nonfinite_differ"].tolist(), len(runs.asked)) == ([0], 2)
+
+
+def test_without_such_places_no_run_is_made() -> None:
+    runs: Any = Kept({})
+    compared = rows_of({"name": "finite"})
+    assert with_equal_masks(runs, compared, compared[:0])[2] == []
+    assert runs.asked == []

@@ -78,3 +78,14 @@ def test_a_sum_of_ranks_is_missed_by_too_much_in_either_direction(sign: int) -> 
         assert not _is_sum(
             [fingerprint(X), fingerprint(2 * X)], replace(whole, projections=whole.projections + moved), 1e-5
         )
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantised_tensor_has_the_fingerprint_of_its_numbers() -> None:
+    plain = torch.linspace(-3, 3, 24).reshape(4, 6)
+    one, other = (torch.quantize_per_tensor(plain, 0.1, zero, torch.qint8) for zero in (0, 5))
+    made = fingerprint(one)
+    assert made.numel == 24
+    assert agreement(made, fingerprint(one.dequantize()), 1e-6) == IN_ORDER
+    assert agreement(made, fingerprint(one.int_repr().float() * 0.1), 1e-6) == IN_ORDER
+    assert agreement(made, fingerprint(other.int_repr().float() * 0.1), 1e-6) < IN_ORDER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from graftlab.lines.fingerprints import Fingerprint
 from graftlab.lines.first_lost import LostOnBothSides, _is_sum, first_lost
 from graftlab.lines.lost import LostOperation, StateRead
-from graftlab.lines.operations import OperationRecorder
+from graftlab.lines.operations import OperationRecorder, TracedValue
 from graftlab.lines.traces import SliceTrace, slice_of
 
 
@@ -438,6 +438,37 @@ def test_a_row_written_to_another_place_is_right_where_no_reader_differs() -> No
     right = ringing(lambda step: step % 4)
     found = compared(right, ringing(lambda step: (step + 1) % 4, reads=2), X, KEPT[:, :1].expand(2, 4, 8))
     assert not any("cache[:, place]" in source for source in sources(found.target)[:1])
+
+
+class CountedValues(dict[int, TracedValue]):
+    """Values of a trace, and how often they were read from first to last."""
+
+    passes = 0
+
+    def items(self) -> ItemsView[int, TracedValue]:
+        self.passes += 1
+        return super().items()
+
+
+def test_a_trace_is_read_a_few_times_however_much_is_lost() -> None:
+    def served(wrong: bool) -> Callable[[Tensor], Tensor]:
+        def decode(x: Tensor) -> Tensor:
+            cache, results = torch.zeros(0, 16), []
+            for place, row in enumerate(x.reshape(-1, 16)):
+                cache = torch.cat([cache, row[None]])
+                read = cache * (1.1 if wrong and place > 3 else 1.0)
+                results.append(read.reshape(-1, 2, 8).transpose(1, 2).flatten(1).tanh().sum(0))
+            return torch.stack(results)
+
+        return decode
+
+    ours, theirs = (trace(served(wrong), Q) for wrong in (False, True))
+    counted = [CountedValues(each.values) for each in (ours, theirs)]
+    ours, theirs = (replace(each, values=values) for each, values in zip((ours, theirs), counted, strict=True))
+    found = first_lost([ours], [theirs], 0)
+    assert "read = cache * (1.1 if wrong and place > 3 else 1.0)" in sources(found.target)
+    # A serving loop has thousands of operations, and a pass for each of them took longer than anyone waits.
+    assert max(each.passes for each in counted) < 10
 
 
 def test_a_variable_that_is_written_in_place_is_not_state() -> None:

@@ -52,3 +52,8 @@ def test_an_activation_is_found_in_a_bfloat16_target() -> None:
     hint = activation_hint(F.silu(gate), F.relu(gate.bfloat16()), TAPS)
     assert hint is not None
     assert "relu of gate" in hint.text
+
+
+def test_complex_taps_are_no_inputs_of_a_real_activation() -> None:
+    # Their real parts would be, and torch would warn that it discards the others.
+    assert activation_hint(F.silu(gate), F.gelu(gate), {"rotated": torch.complex(gate, up)}) is None

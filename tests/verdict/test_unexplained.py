@@ -23,6 +23,7 @@ from graftlab.verdict.unexplained import (
     compare_returned,
     cut_graphs,
     differing_taps,
+    extents_by_request,
 )
 
 FLOORS = AccumulatedFloors({("x", None): Floor(1e-5, 1e-4), ("y", None): Floor(1e-6, 1e-5)}, {"": 1e-5})
@@ -116,6 +117,38 @@ def test_only_returned_numbers_that_were_measured_count_as_compared() -> None:
     assert returned(("", 0.0, PAIR)).compared
     assert not returned(("", math.nan, PAIR)).compared
     assert not returned((written_path("cache"), 0.0, PAIR)).compared
+
+
+def test_rows_of_requests_are_compared_in_any_order_where_wide_rows_show_it() -> None:
+    hidden, scores = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5.0)
+    order = [3, 0, 4, 1, 2]
+    ours = {"hidden": hidden, "scores": scores, "tokens": [4, 5, 6, 7, 8], "other": scores[:4]}
+
+    def theirs(factor: float = 1.0, tokens: list[int] | None = None) -> dict[str, object]:
+        given = tokens or [ours["tokens"][place] for place in order]  # type: ignore[index]
+        return {"hidden": factor * hidden[order], "scores": scores[order], "tokens": given, "other": scores[:4]}
+
+    found = compare_returned([ours], [theirs()], by_request=(5, 8))
+    assert [each.rel_l2 for each in found.differences] == [0.0, 0.0, 0.0, 0.0]
+    assert found.left[0] == "the order of the rows of the returned value ['hidden']"
+    assert compare_returned([ours], [theirs(1.1)], by_request=(5, 8)).differences[0].rel_l2 == pytest.approx(0.1)
+    # What is chosen for a request moves with its row, and not by itself.
+    wrong = compare_returned([ours], [theirs(tokens=[4, 5, 6, 7, 8])], by_request=(5, 8)).differences
+    assert [each.path for each in wrong if each.rel_l2] == ["['tokens']"]
+    tokens = [{"tokens": [4, 5, 6]}], [{"tokens": [5, 4, 6]}]
+    assert compare_returned(*tokens, by_request=(3, 8)).differences[0].rel_l2 > 0
+    # Without requests, or with as many rows as no output has, places count.
+    for extents in ((), (4, 8)):
+        assert compare_returned([ours], [theirs()], by_request=extents).differences[0].rel_l2 > 1
+
+
+def test_the_last_tap_of_the_forward_pass_shows_whether_rows_pair_by_request() -> None:
+    by_request = {"aligned_by": "request", "shape": [5, 8]}
+    assert extents_by_request(frame_of(tap("x", 0), tap("y", 1, **by_request))) == (5, 8)
+    assert extents_by_request(frame_of(tap("x", 0, **by_request), tap("y", 1))) == ()
+    assert extents_by_request(frame_of(tap("x", 0))) == extents_by_request(frame_of()) == ()
+    gradient = tap("y", 1, own={"kind": "grad"}, **by_request)
+    assert extents_by_request(frame_of(gradient)) == ()
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------
