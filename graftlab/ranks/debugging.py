@@ -91,12 +91,12 @@ class LastFailure:
 
 def _from_user_code(trace: TracebackType | None) -> TracebackType | None:
     """Skip the frames above the user's own code; a traceback without any stays whole."""
-    at = trace
+    at, below = trace, trace
     while at is not None:
-        if at.tb_frame.f_code.co_filename not in _ABOVE_USER_CODE:
-            return at
+        if at.tb_frame.f_code.co_filename in _ABOVE_USER_CODE:
+            below = at.tb_next
         at = at.tb_next
-    return trace
+    return below or trace
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------

@@ -113,11 +113,13 @@ def _needs_lengths(layout: RankLayout | None) -> bool:
 
 @dataclass(frozen=True)
 class _SenderTensors:
-    """Tensors in the order of their layout's mesh."""
+    """Tensors in the order of their layout's mesh. ``note`` and ``graft_refused`` are as in :class:`Outcome`."""
 
     layout: RankLayout
     tensors: Sequence[torch.Tensor]
     is_inferred: bool = False
+    note: str | None = None
+    graft_refused: str | None = None
 
 
 def _by_layout(given: GraftTransformInput) -> Outcome:
@@ -179,8 +181,9 @@ def _relaid(
         rows_unmatched=unmatched,
         measured=measured,
         layout=text,
-        note=_note_on(relaid.disagreements),
+        note="; ".join(filter(None, (senders.note, _note_on(relaid.disagreements)))) or None,
         caveat="; ".join(relaid.caveats) or None,
+        graft_refused=senders.graft_refused,
     )
 
 
@@ -293,7 +296,8 @@ def _unsaid_senders(given: GraftTransformInput, tensors: Mapping[int, torch.Tens
             recv_world_size=1,
         )
     )
-    return _SenderTensors(RankLayout(Layout(), shape), [whole.value], is_inferred=True)
+    inferred = RankLayout(Layout(), shape)
+    return _SenderTensors(inferred, [whole.value], True, note=whole.note, graft_refused=whole.graft_refused)
 
 
 def _inferred(

@@ -339,6 +339,37 @@ def test_a_result_whose_repr_fails_too_does_not_end_the_rank() -> None:
     assert "stays here" in found.why
 
 
+def test_a_long_repr_of_a_value_that_stays_is_cut() -> None:
+    class Long:
+        def __reduce__(self) -> Any:
+            raise TypeError("stays here")
+
+        def __repr__(self) -> str:
+            return "x" * 1_000_000
+
+    assert repr(unpack_result(pack_result(Long()))) == "x" * 2000
+
+
+def test_a_value_that_cannot_be_loaded_is_named_and_an_interrupt_is_none() -> None:
+    class Raises:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def __reduce__(self) -> Any:
+            return _raise, (self.error,)
+
+    found = unpack_result(pack_result(Raises(ImportError("no module of that name"))))
+    assert isinstance(found, shipping.UnshippedValue)
+    assert found.why == "no module of that name"
+    interrupted = pack_result(Raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        unpack_result(interrupted)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def test_value_nested_too_deep_is_named() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

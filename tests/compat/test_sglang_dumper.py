@@ -268,6 +268,16 @@ def test_imports_are_replaced_without_the_kit(monkeypatch: pytest.MonkeyPatch) -
         importlib.import_module("sglang.srt.server_args")
 
 
+def test_a_module_that_was_imported_before_is_not_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
+    finders = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setitem(sys.modules, "sglang.srt.debug_utils.dumper", sys)
+    with pytest.raises(gl.ConfigError, match=r"^sglang\.srt\.debug_utils\.dumper was imported before graftlab"):
+        replace_imports()
+    assert not [each for each in finders if type(each).__module__.startswith("graftlab.compat")]
+
+
 def test_the_published_names_can_be_imported() -> None:
     assert sglang_dumper.GraftTransformInput is gl.GraftTransformInput
     assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())

@@ -502,6 +502,21 @@ def test_an_unknown_way_to_treat_failures_is_refused(core: SessionCore) -> None:
     assert core.runs == []
 
 
+def test_a_run_that_cannot_begin_lends_no_plan_to_the_one_that_runs(
+    core: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    core.start(target="1")
+    with pytest.raises(SessionBusyError, match="run 0 is still running"):
+        core._start_under({"keep": "layer == 3"}, {"target": "2"}, (), {})
+    assert core.plan == PLAN
+    for each in ranks[1:]:
+        each.hear_a(RunRequest)
+        each.line.send(RunDone(0, shipping.pack_result(1), None))
+        each.line.send(RunSettled(0, 1))
+    assert core.runs[0].wait(60).target == [1, 1]
+    assert core.edit(keep="layer == 4").version == PLAN.version + 1
+
+
 def test_an_edit_is_published_and_its_adoption_reported(core: SessionCore, ranks: list[TalkingRank]) -> None:
     plan = core.edit(keep="layer == 3")
     assert core.plan is plan

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -109,6 +111,15 @@ def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any
     assert [sorted(given) for _, _, given in drawn] == [["title"]] * 3
     assert len({given["title"] for _, _, given in drawn}) == 1
     assert all(word in drawn[0][2]["title"] for word in ("h", "layer", "3"))
+
+
+def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for name in ("heatmap", "histogram"):
+        monkeypatch.setattr(SessionPlots, name, lambda self, name, **tags: asked.append((name, tags)))
+    of_second = row("h", side="baseline", rank=1, step=4, own={"layer": 3, "scale": math.nan, "dims": "s d"})
+    session_plots.figures_of_pair(Mock(), of_second, step=4)
+    assert asked == [("h", {"layer": 3, "side": "baseline", "rank": 1, "step": 4})] * 2
 
 
 def test_steps_are_chosen_by_their_range_and_one_without_rows_is_refused(drawn: list[Any]) -> None:

@@ -114,6 +114,7 @@ def test_differences_are_taken_as_wide_as_an_operand_needs(
     assert working_dtype(torch.ones(1, dtype=one), torch.ones(1, dtype=other)) == work
     assert working_dtype(torch.ones(1, dtype=other), torch.ones(1, dtype=one)) == work
     found = difference_map(torch.ones(1, 2, dtype=one), torch.zeros(1, 2, dtype=other))
+    assert found.dtypes == (str(one).removeprefix("torch."), str(other).removeprefix("torch."))
     assert found.grid.tolist() == [[1.0, 1.0]]
     assert found.grid.dtype == (np.float64 if work in (torch.float64, torch.complex128) else np.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import random
@@ -33,6 +34,7 @@ from graftlab.engine import (
 from graftlab.errors import RequestError
 from graftlab.models import ModelConfig, TensorParallelTransformer, Transformer, causal_attention
 from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
+from graftlab.taps.extras import carried
 
 CONFIG = SMALL_MODEL
 
@@ -345,6 +347,22 @@ def test_identities_are_on_batches_from_the_moment_they_are_asked_for() -> None:
         for holder in (batch, batch.sampling_info):
             assert torch.equal(holder.rids_int, request_ids_tensor(["a", "请求-1"], "cpu"))
             assert torch.equal(holder.bootstrap_room_ids_int, bootstrap_rooms_tensor([7, None], "cpu"))
+
+
+def test_identities_travel_with_every_tap_of_a_batch_that_has_them() -> None:
+    whole: Any = copy.deepcopy(model())
+    seen: list[dict[str, Any]] = []
+    whole.blocks[1].register_forward_pre_hook(lambda *_: seen.append(dict(carried() or {})))
+    engine = Engine(whole, request_ids=True)
+    engine.generate([Request("a", (1, 2, 3), 2)])
+    prefill, decode = ({name: each.tolist() for name, each in extras.items()} for extras in seen)
+    rids = request_ids_tensor(["a"], "cpu").tolist()
+    assert (prefill, decode) == ({"rids_int": rids, "request_lens": [3]}, {"rids_int": rids})
+    engine.request_ids = False
+    seen.clear()
+    engine.generate([(1, 2, 3)], 2)
+    assert seen == [{}, {}]
+    assert carried() is None
 
 
 @pytest.mark.ranks

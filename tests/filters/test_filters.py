@@ -300,6 +300,7 @@ REFUSED = [
     ("{1: 2}", 0, "dicts"),
     ("step == 0 and (n := layer)", 15, "=="),
     (" n := layer", 1, "=="),
+    ("(n := layer) name", 1, "side by side"),
     ("name == f'{layer}'", 8, "f-strings"),
     ("layer in (1, *others)", 13, "'*'"),
     ("search(*both)", 7, "'*'"),

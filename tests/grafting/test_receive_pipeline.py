@@ -337,8 +337,10 @@ def test_the_log_has_the_extras_on_both_sides(caplog: pytest.LogCaptureFixture) 
         handler.take(call(torch.zeros(2), GRAFT), came)
         handler.pipeline.note_sent(call(torch.zeros(2), GRAFT, Place("baseline", 0, 1, 2)), extras)
         handler.pipeline.note_sent(call(torch.zeros(2), GRAFT), None)
+        handler.take(call(torch.zeros(2), GRAFT), receipt(torch.ones(2)))
         handler.pipeline.log_grafts()
-    received, sent, bare = caplog.messages
+    received, sent, bare, without = caplog.messages
+    assert "extras" not in without
     shown = "{'fill': 1.5, 'ids': int64[3], 'names': ['aaaaaaaaaaaa...aaaaaaaaaaaaa']}"
     assert received.endswith(f"; extras=[{shown}]")
     assert sent == f"baseline[0] sent b2t at tap 'h' step 4: float32[2] cpu; extras={shown}"

@@ -335,6 +335,14 @@ def test_a_mistake_of_graftlabs_ends_the_taps_and_not_the_job(monkeypatch: pytes
     deactivate = Mock()
     monkeypatch.setattr("graftlab.grafting.active.deactivate", deactivate)
     rank = attached()
+    waited: list[Any] = []
+    drain = SocketChannel.drain
+
+    def noted(channel: SocketChannel, timeout: float) -> bool:
+        waited.append((timeout, channel.closed, len(rank._connection.sent)))
+        return drain(channel, timeout)
+
+    monkeypatch.setattr(SocketChannel, "drain", noted)
     rank._grafter.end_run.side_effect = RuntimeError("again")
     with pytest.warns(gl.GraftWarning, match=r"failed on target\[1\] and stopped taking taps; .* continues \(oops\)"):
         rank._fail(ValueError("oops"))
@@ -342,6 +350,7 @@ def test_a_mistake_of_graftlabs_ends_the_taps_and_not_the_job(monkeypatch: pytes
     assert [each.text for each in rank._connection.sent] == [
         "graftlab failed and stopped taking taps here: ValueError: oops\n"
     ]
+    assert waited == [(1.0, False, 1)], "the session learns of it before the connection is closed"
     assert rank._connection.channel.closed
     rank._grafter.end_run.assert_called_once_with()
     deactivate.assert_called_once_with()

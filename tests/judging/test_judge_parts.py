@@ -133,6 +133,15 @@ def test_rows_are_judged_by_what_each_tap_adds_over_the_given_floor() -> None:
             verdict_of(**wrong)
 
 
+def test_a_figure_that_is_drawn_into_given_axes_is_not_interactive() -> None:
+    verdict = verdict_of()
+    figure: Any = verdict.plot()
+    assert figure.interactive is not None
+    figure.interactive = None
+    assert verdict.plot(ax=figure.axes[0]) is figure
+    assert figure.interactive is None
+
+
 def test_rows_of_misaligned_steps_allow_no_conclusion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "find_misaligned_steps", lambda rows: SimpleNamespace(sentence="Shifted by 1."))
     verdict = verdict_of()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 
-from graftlab.judging.match_runs import _alike, _call
+from graftlab.errors import SessionError
+from graftlab.judging.match_runs import _alike, _call, _MatchedRuns
 from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.ranks.match_recorder import forget_match, record_taps
 
 
 def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
@@ -21,3 +25,23 @@ def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
     lost[3] = math.nan
     assert _alike(RecordedTap.of("x", lost), RecordedTap.of("x", lost.clone()))
     assert (_call("x"), _call("x#2")) == ("x#0", "x#2")
+
+
+def test_ranks_get_the_budget_of_kept_bytes_and_that_of_sent_ones() -> None:
+    asked: list[Any] = []
+
+    class Session:
+        closed, runs = False, ()
+
+        def start(self, *callees: Any) -> None:
+            asked.extend(callees)
+            raise SessionError("enough")
+
+        def run(self, *callees: Any) -> None:
+            assert callees == (forget_match, forget_match)
+
+    session: Any = Session()
+    with pytest.raises(SessionError, match="enough"), _MatchedRuns(session, "f()", "g()", (), {}, 100, 7) as matching:
+        matching._record(())
+    assert [each.func for each in asked] == [record_taps, record_taps]
+    assert [each.args[1:3] for each in asked] == [(100, 7), (100, 7)]

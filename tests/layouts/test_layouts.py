@@ -420,7 +420,8 @@ def test_the_ranks_of_a_mesh_may_stand_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "message"),
     [
-        ("shard(dim=3)", (4, 2), "has no dimension 3"),
+        ("shard(dim=2)", (4, 2), "has no dimension 2"),
+        ("shard(dim=-3)", (4, 2), "has no dimension -3"),
         ("shard(dim=0, order='zigzag')", (6,), "zigzag over 2 ranks needs a multiple of 4, not 6"),
         ("shard(dim=0, blocks=[2, 1])", (4,), r"4 elements do not divide into blocks of \[2, 1\]"),
         ("shard(dim=0, replicas=3)", (4,), "2 ranks do not divide into 3 replicas"),

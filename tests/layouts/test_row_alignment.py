@@ -188,3 +188,10 @@ def test_a_few_words_that_two_batches_share_are_no_sequence(length: int, part: l
     whole = torch.arange(100, 200)
     shown = ShownRows.of(whole.reshape(-1, length) if length else whole)
     assert rows_between([shown], [ShownRows.of(torch.tensor(part))]).index.tolist() == rows
+
+
+def test_rows_that_match_by_chance_are_free_for_the_sequence_that_has_them() -> None:
+    whole = ShownRows.of(torch.tensor([[1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]))
+    # The rest of the first sequence, between rows that are of both by chance.
+    part = ShownRows.of(torch.tensor([9, 1, 0, 0, 0, 0, 1, 0, 0]))
+    assert rows_between([whole], [part]).index.tolist() == [-1, 1, 2, 3, 4, 5, -1, -1, -1]

@@ -525,6 +525,21 @@ def test_a_line_that_reads_another_operand_is_blamed_itself() -> None:
     assert sources(found.target)[0] == "return parts[0] * parts[1].sigmoid()"
 
 
+def test_lines_whose_source_cannot_be_read_are_not_taken_for_the_same() -> None:
+    def gated(first: int) -> Callable[[Tensor], Tensor]:
+        one, other = ("one", "other") if first else ("other", "one")
+        text = f"def gate(x):\n    one, other = x[..., :3], x[..., 3:]\n    return {one} * {other}.sigmoid()\n"
+        made: dict[str, Any] = {}
+        exec(compile(text, "/nowhere/model.py", "exec"), made)
+        return made["gate"]  # type: ignore[no-any-return]
+
+    found = compared(gated(0), gated(1), drawn(3, 6))
+    assert [each.operation.frames[0].source for each in found.target] == ["", ""]
+    # Nothing tells that the slices are at fault.
+    assert [each.operation.frames[0].line for each in found.target] == [3, 3]
+    assert not any(each.is_suspect for each in found.target)
+
+
 def test_data_that_the_other_side_draws_for_another_use_is_not_blamed() -> None:
     def projected(other: bool) -> SliceTrace:
         recorder, weight = OperationRecorder(), torch.nn.Parameter(WEIGHT, requires_grad=False)

@@ -41,6 +41,16 @@ def test_an_operation_has_its_arguments_in_words_and_its_line_of_source() -> Non
     assert softmax.frames()[0].source == "drawn(2, 3).softmax(-1)"
 
 
+def test_an_argument_that_has_its_default_is_left_out_though_another_follows_it() -> None:
+    x = drawn(2, 3)
+    with OperationRecorder() as recorder:
+        torch.topk(x, 2, -1, False)
+        torch.topk(x, 2, 0, False)
+    calls = [each.call for each in recorder.operations]
+    assert calls == ["topk(f32[2, 3], 2, largest=False)", "topk(f32[2, 3], 2, dim=0, largest=False)"]
+    assert recorder.operations[0].arguments == ("k=2", "largest=False")
+
+
 def test_a_write_through_a_view_is_a_source_of_the_whole() -> None:
     cache = torch.zeros(4, 3)
     with OperationRecorder() as recorder:

@@ -149,6 +149,18 @@ def test_no_line_is_replaced_that_reads_another_value() -> None:
     assert not any(each.grafted and "bucket =" in each.operation.frames[0].source for each in found)
 
 
+def test_no_line_is_replaced_by_a_result_of_another_shape() -> None:
+    def whole(x: Tensor) -> Tensor:
+        y = x * x
+        return y.mean()
+
+    def part(x: Tensor) -> Tensor:
+        y = x[..., :4] * x[..., :4]
+        return y.mean()
+
+    assert not any(each.grafted for each in remedies(whole, part))
+
+
 # ---- what hid the line ----------------------------------------------------------------------------------------------
 
 

@@ -725,6 +725,14 @@ def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> N
     assert other_roles([Pair("h.0.ln_2", "0.norm1")]) != []
 
 
+def test_contradictions_come_in_the_order_of_the_pairs() -> None:
+    swapped = [Pair("0.k_proj", "h.0.v_proj"), Pair("0.v_proj", "h.0.k_proj")]
+    found = other_roles([*swapped, Pair("1.up_proj", "h.1.gate_proj"), Pair("2.q_proj", "h.2.k_proj")])
+    assert [each.tap for each in found] == ["h.0.v_proj", "h.0.k_proj", "h.1.gate_proj", "h.2.k_proj"]
+    assert found[0].text == found[1].text
+    assert found[0].text.startswith("h.0.v_proj is v by its name but has the values of 0.k_proj, which is k, and h.0.k")
+
+
 def test_a_round_keeps_earlier_pairs_by_value_behind_those_of_the_next() -> None:
     before = Proposal((Pair("a", "x", rel=0.0), Pair("b", "y", rel=0.0), Pair("c", "z", sureness="rule")))
     following = Proposal(

@@ -151,5 +151,6 @@ def test_the_extremes_of_a_sketch_are_its_largest_magnitudes_first_the_largest()
     sketch = sketch_of(values)
     assert sketch.places.tolist() == list(range(999, 999 - EXTREMES, -1))
     assert sketch.extremes.tolist() == values[sketch.places].tolist()
+    assert (len(sketch.extremes), len(sketch.quantiles)) == (64, 33)
     # Of equal ones, the first.
     assert sketch_of(torch.ones(1000)).places.tolist() == list(range(EXTREMES))

@@ -48,6 +48,12 @@ def test_cells_show_taps_in_steps_and_rings_their_first_divergent_step() -> None
     assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
 
 
+def test_negative_values_are_shown_by_their_size() -> None:
+    values = np.array([[1e-7, 1e-3]])
+    rows = frame(values).assign(mean_target=[-0.25, 4.0])
+    assert cells(gl.plots.over_steps(rows, value="mean_target")).tolist() == [[0.25], [4.0]]
+
+
 def test_each_occurrence_of_a_tap_has_its_own_line() -> None:
     values = np.array([[1e-7, 1e-3]])
     rows = frame(values).assign(name="q", occurrence=[0, 1])

@@ -95,6 +95,18 @@ def test_dark_colours_keep_points_filled_and_lighten_blue_text() -> None:
     assert said.get_color() == "#0072B2"
 
 
+def test_the_parts_of_a_point_of_a_line_change_by_themselves() -> None:
+    figure = Figure()
+    (line,) = figure.add_subplot().plot([1], [1], "o", color="red", markerfacecolor="black", markeredgecolor="white")
+
+    def colours() -> tuple[object, ...]:
+        return line.get_color(), line.get_markerfacecolor(), line.get_markeredgecolor()
+
+    with themes.on_dark(figure):
+        assert colours() == ("red", themes._INK, themes._PAPER)
+    assert colours() == ("red", "black", "white")
+
+
 @pytest.mark.slow
 def test_the_html_has_a_picture_for_each_theme_and_a_description() -> None:
     figure = figure_of(0)

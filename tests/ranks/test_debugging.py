@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -18,7 +19,8 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import debugging
 from graftlab.ranks.debugging import LastFailure
-from graftlab.ranks.messages import JobCode, RunRequest
+from graftlab.ranks.messages import Evaluate, Execute, JobCode, RunRequest
+from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.worker import Rank
 
 
@@ -58,6 +60,21 @@ def test_post_mortem_shows_exception_frames_source_and_values(last: LastFailure)
     assert "NameError" in last.ask("p factor")
     last.ask("d")
     assert last.ask("p factor") == "3"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [Execute("count = 0\n1 / count", "<cell>"), Evaluate("1 / 0", "<cell>")],
+)
+def test_frames_begin_with_the_users_own(work: Execute | Evaluate) -> None:
+    last = LastFailure()
+    with pytest.raises(ZeroDivisionError) as caught:
+        Namespace(ModuleType("cells")).run(work)
+    assert caught.value.__traceback__ is not None
+    # Without the frame of this test, as on a rank.
+    last.keep(caught.value.with_traceback(caught.value.__traceback__.tb_next))
+    assert re.findall(r"^[> ] (\S.*)\(\d+\)", last.ask("w"), re.MULTILINE) == ["<cell>"]
+    assert "Oldest frame" in last.ask("u")
 
 
 @pytest.mark.parametrize("command", ["c", "n", "step", "jump 3", "interact", "q", "b 3"])

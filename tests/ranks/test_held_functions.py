@@ -164,6 +164,15 @@ def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
     def number() -> int:
         return 3
 
+    def draw() -> nn.Module:
+        torch.rand(3)
+        return model
+
+    given = []
+    for found in (model, draw):
+        define_call(File(found), lambda: torch.rand(1, 2), None)  # type: ignore[arg-type]
+        given.append(namespace["graftlab_args"][0])
+    assert torch.equal(*given), "inputs do not depend on what a side draws for its weights"
     for found, expected in ((model, model), (make, model), (call, call)):
         watched.clear()
         define_call(File(found), {"x": X} if found is call else X, "name == 'x'")  # type: ignore[arg-type]

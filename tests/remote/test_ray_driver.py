@@ -150,6 +150,7 @@ class DriverThread:
 
     def __init__(self, module: Any, patch: Callable[..., None], descriptor: int) -> None:
         self.codes: list[int] = []
+        self.failure: BaseException | None = None
         self.killed = False
         patch(module, "sys", SimpleNamespace(argv=["", str(descriptor)]))
         patch(module, "os", SimpleNamespace(_exit=self.codes.append))
@@ -161,7 +162,11 @@ class DriverThread:
     def _run(self, main: Callable[[], None]) -> None:
         # A process that ends closes its end.
         with self.connection:
-            main()
+            try:
+                main()
+            except BaseException as error:
+                self.failure = error
+                raise
 
     def wait(self, timeout: float = DEADLINE) -> None:
         self.thread.join(timeout)
@@ -318,7 +323,7 @@ def test_everything_is_given_back_when_the_notebook_goes_even_if_a_part_fails(
     assert cluster.killed == [0, 1, 2]
     assert cluster.removed == ["graftlab baseline", "graftlab target"]
     assert "a placement group could not be removed: the head is busy" in caplog.text
-    assert (cluster.shutdowns, process.codes, process.killed) == (1, [0], False)
+    assert (cluster.shutdowns, process.codes, process.killed, process.failure) == (1, [0], False, None)
     rank = hosts.process(LAST)
     rank.start(b"spec")
     assert re.fullmatch(r"ended with its Ray actor: .* has ended; its log is .*ray\.log", str(rank.end(DEADLINE)))

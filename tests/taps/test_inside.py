@@ -205,6 +205,12 @@ def test_what_is_summed_over_ranks_is_left_out_until_it_is_summed(recorder: Reco
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def reduce_from_region(x: torch.Tensor) -> torch.Tensor:
+        return x
+
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -212,8 +218,12 @@ def test_what_is_summed_over_ranks_is_left_out_until_it_is_summed(recorder: Reco
         before = x + 1
         part = before @ x.mT
         other = doubled(x)
+        third = before * 3
+        fourth = before * 4
         all_reduce(part)
         all_reduce(other)
+        reduce_scatter(third)
+        reduce_from_region(fourth)
         whole = all_reduce(before @ x.mT) + part
         return whole
 

@@ -232,6 +232,21 @@ def test_senders_layout_is_inferred_from_the_receivers_whole_shape(mine: str) ->
             assert torch.equal(ours, on_two.local(WHOLE, rank))
 
 
+@pytest.mark.parametrize(("off", "is_refused"), [(0.0, False), (1e-7, False), (1.0, True)])
+def test_whole_tensors_that_differ_are_said_to_and_not_grafted_into_parts(off: float, is_refused: bool) -> None:
+    on_two = parse_layout("shard(dim=0, mesh='tp')").on(Mesh((("tp", 2),)))
+    rest: dict[str, Any] = {"senders": [0, 1], "send_world_size": 2, "recv_world_size": 2}
+    for rank in (0, 1):
+        given = GraftTransformInput({"name": "x"}, [WHOLE, WHOLE * (1 + off)], [None] * 2, torch.zeros(2, 6), **rest)
+        found = _by_layout(dataclasses.replace(given, layout=RankLayout(on_two, (4, 6)), recv_rank=rank))
+        # Of one sender on all ranks, so that together they have one tensor.
+        assert torch.equal(found.value, WHOLE.chunk(2)[rank])
+        said = "sender 0's tensor was taken, but the senders are not replicas"
+        assert (found.note or "").startswith(said if off else "")
+        assert bool(found.note) == bool(off)
+        assert ("not grafted" in (found.graft_refused or "")) == is_refused
+
+
 def test_replicas_that_say_nothing_are_one_whole_and_others_are_refused() -> None:
     layout = rank_layout(torch.ones(2, 6), "shard(dim=0, mesh='tp')", 2)
     rest: dict[str, Any] = {"layout": layout, "recv_rank": 1, "recv_world_size": 2}

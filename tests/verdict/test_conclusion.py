@@ -197,6 +197,10 @@ def test_a_display_shows_new_rows_at_once_and_their_history_when_due(live: Live)
     assert _values(live.look()) == [("a", 3, 3.0, 0)]
     assert (live.display.behind, live.frames) == (0, 2)
     assert live.look() is live.look()
+    # The first look at the next run has no history, neither that run's nor this one's.
+    live.come(row("a", run=1, step=4))
+    found = live.look()
+    assert (_values(found), found.earlier) == ([("a", 4, 0.0, None)], "")
 
 
 def test_an_ended_run_is_concluded_from_all_its_rows(live: Live) -> None:

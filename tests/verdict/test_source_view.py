@@ -67,6 +67,15 @@ def test_both_sides_are_shown_side_by_side_with_the_line_marked(model: Path) -> 
     assert "()" not in page
 
 
+def test_each_group_has_its_own_lines(model: Path) -> None:
+    lines = [line(model), line(model, group="mlp", line=5, source="scores = q @ k")]
+    page = source_view(lines, link=lambda file, text: text)
+    sections = page.split("<section")[1:]
+    assert [re.findall("first differs|attn|mlp", text_of(each))[0] for each in sections] == ["attn", "mlp"]
+    marked = [re.findall("<mark>(.*?)</mark>", each) for each in sections]
+    assert marked == [["▶   6      scale = 0.3"], ["▶   5      scores = q @ k"]]
+
+
 @pytest.mark.parametrize(
     ("side", "said"),
     [

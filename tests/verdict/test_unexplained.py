@@ -217,8 +217,13 @@ def test_a_difference_beside_calls_of_one_side_is_not_blamed_on_later_code() -> 
         "With the baseline's value at every tap that has a partner, the returned value differs by 0.5 (5e+04 x what "
         "rounding adds up to). Further calls of y, which the baseline alone makes, may explain it."
     ]
-    # A tap that one side alone has is no further call, and a weight has none.
-    for lone in (tap("z", 2, None, status="unmatched"), tap("y", 2, None, status="missing", own={"kind": "grad"})):
+    # A tap that one side alone has is no further call, and neither is a recomputation; a weight has none.
+    recomputed = {"recompute_status": "recompute"}
+    for lone in (
+        tap("z", 2, None, status="unmatched"),
+        tap("y", 2, None, status="missing", own={"kind": "grad"}),
+        tap("y", 2, None, status="unmatched", side="baseline", own=recomputed),
+    ):
         (said,) = unexplained(tap("y", 1), lone, returned_grafted=returned(("", 0.5, PAIR))).after_last_tap()
         assert said.startswith("Something after the last tap, y,")
 

@@ -16,9 +16,10 @@ from kit.support import wait_until
 
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
+from graftlab.widgets import panel as panel_module
 from graftlab.widgets.code_editor import TextAreaEditor
 from graftlab.widgets.inputs import Menu, NameBox
-from graftlab.widgets.panel import FoldableBox, Panel
+from graftlab.widgets.panel import FoldableBox, Panel, Snapshot
 from graftlab.widgets.refresher import refresher_of
 
 Done = tuple[str, dict[str, Any]]
@@ -336,6 +337,26 @@ def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: Fak
     # A second page shows what the first one does.
     views(2)
     assert panel.followed == followed + 1
+
+
+def test_a_snapshot_has_other_forms_for_viewers_without_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[tuple[dict[str, Any], bool | None]] = []
+    monkeypatch.setattr(
+        panel_module, "publish_display_data", lambda data, **more: published.append((data, more.get("update")))
+    )
+    snapshot = Snapshot()
+    snapshot.display(None, "<b>nothing</b>")
+    assert published == []
+    snapshot.display({"a view": 1}, "<b>one</b>", {"image/png": b"picture", "text/plain": "a figure"})
+    (view, _), (below, updates) = published
+    assert view == {"a view": 1, "text/plain": ""}
+    assert (below["image/png"], below["text/plain"], updates) == (b"picture", "a figure", False)
+    assert "<b>one</b>" in below["text/html"]
+    snapshot.update("<b>one</b>")
+    assert len(published) == 2
+    snapshot.update("<b>two</b>")
+    later, updates = published[2]
+    assert (sorted(later), updates) == (["text/html", "text/plain"], True)
 
 
 def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:

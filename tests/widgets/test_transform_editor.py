@@ -492,7 +492,10 @@ def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
         screen.editor.editor.submit(action)
         screen.browser.kernel_works()
     assert screen.busy.endswith("(2 waiting)")
+    # In place of the keys, which would stand beside what is in progress.
+    assert screen.editor._keys.layout.display == "none"
     screen.settle()
+    assert screen.editor._keys.layout.display is None
     assert ran == [source("while True: pass"), DOUBLES, TEMPLATE]
     assert session.plan.transform is not None
     assert session.plan.transform.text == DOUBLES

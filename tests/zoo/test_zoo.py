@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,22 @@ def test_every_right_line_in_the_table_is_a_line_of_the_zoo() -> None:
     files = [path for path in Path(scoring.__file__).parent.glob("*.py") if path.name != "line_truth.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     assert [part for parts in LINES.values() for part in parts if part not in source] == []
+
+
+def test_a_specimen_in_low_precision_is_so_on_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[set[torch.dtype]] = []
+
+    class Noted(Model):
+        def __init__(self, math: Math, weights: dict[str, torch.Tensor], **more: Any) -> None:
+            used.append({each.dtype for each in weights.values()})
+            super().__init__(math, weights, **more)
+
+    monkeypatch.setattr(scoring, "Model", Noted)
+    name = next(each.name for each in CONTROLS if each.dtype is torch.bfloat16)
+    for side in ("baseline", "target"):
+        monkeypatch.setattr(scoring, "here", lambda side=side: SimpleNamespace(side=side, rank=0, world_size=1))
+        scoring.run_specimen("control", name)
+    assert used == [{torch.float32}, {torch.bfloat16}]
 
 
 def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() -> None:
