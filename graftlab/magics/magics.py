@@ -21,6 +21,7 @@ from graftlab.control.core import internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
+from graftlab.errors import WaitInterrupted
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.launching import launch
 from graftlab.magics import command_line
@@ -69,6 +70,10 @@ class GraftMagics(Magics):
         except command_line.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
+        except WaitInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise WaitInterrupted(f"%graft {line.split()[0]} was stopped") from None
 
     # What `%graft?` shows.
     graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{command_line.overview()}"

@@ -19,6 +19,7 @@ from torch import nn
 from graftlab.__main__ import main
 from graftlab.comparison import held_calls
 from graftlab.comparison.held_calls import (
+    ComparisonStopped,
     JudgingChoice,
     Repeats,
     _have_equal_rows,
@@ -388,6 +389,10 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     assert edits == [proposal], "the pairs stay"
     assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
     assert known_at(WaitInterrupted("run 3 continues")) == []
+    assert known_at(ComparisonStopped([])) == ["Nothing was judged yet."]
+    stopped = ComparisonStopped(["One call agrees.", *known_at(interrupt.value)])
+    assert known_at(stopped) == ["One call agrees. 1 of 2 taps of the target had a partner."]
+    assert str(stopped) == f"the comparison was stopped, and both sides have ended. {stopped.known}"
 
 
 class Ending:
