@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from graftlab.base import limits
 from graftlab.base.uninterrupted import uninterrupted
 from graftlab.comparison.held_calls import (
@@ -99,6 +101,12 @@ def compare(
             raise ConfigError("inputs, backward and device are for two functions; scripts choose these themselves")
         settings = ScriptSettings(WatchChoice(include, tuple(functions), inside), timeout=max(timeout, _SCRIPT_TIMEOUT))
         return _compare_commands(baseline, target, ScriptChoice(settings, judging, folder=folder))
+    for name, given in (("baseline", baseline), ("target", target)):
+        if isinstance(given, torch.nn.Module):
+            raise ConfigError(
+                f"compare: the {name} is a model ({type(given).__name__}); give a function that makes it and returns "
+                f"it, or lambda: model for one that exists"
+            )
     recording = _side_of(baseline)
     target, inputs = _named_function(target), _named_function(inputs)
     recorded = isinstance(recording, RecordedSide)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import signal
@@ -63,6 +64,8 @@ def prepare() -> None:
     )
     owner = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
     environment = _environment_of_forkserver({preload_first.VARIABLE: owner, **_same_import_path()})
+    # It blocks interrupts for its own process, and then no longer, so it is started first.
+    multiprocessing.resource_tracker.ensure_running()
     with hidden_main(), environment, _blocked_interrupts():
         multiprocessing.forkserver.ensure_running()
 

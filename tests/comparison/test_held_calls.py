@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison import held_calls
 from graftlab.comparison.held_calls import (
@@ -628,3 +629,8 @@ def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
         session.run.return_value = SimpleNamespace(baseline=ours, target=theirs)
         assert Repeats(session).add_backward() == "no gradient"
         assert session.run.call_args_list == [call(try_backward, try_backward), call(drop_backward, drop_backward)]
+
+
+def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"the target is a model \(Linear\); give a function .* lambda: model"):
+        gl.compare(torch.nn.Identity, torch.nn.Linear(2, 2))

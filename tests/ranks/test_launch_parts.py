@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,11 +241,23 @@ def test_all_ranks_are_asked_to_end_and_those_left_are_killed_together() -> None
 @pytest.mark.ranks
 def test_a_forkserver_that_is_just_starting_survives_the_stop_button(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stop button would end a Python process that is just starting."""
-    masks = []
-    monkeypatch.setattr(
-        "multiprocessing.forkserver.ensure_running", lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    )
-    forkserver.prepare()
+    masks, trackers = [], []
+
+    def ensure_tracker() -> None:
+        # As the real one does when it starts its process.
+        if not trackers:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        trackers.append("running")
+
+    def spawn(*_: object) -> int:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        raise OSError
+
+    monkeypatch.setattr("multiprocessing.resource_tracker.ensure_running", ensure_tracker)
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", spawn)
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", ForkServer().ensure_running)
+    with pytest.raises(OSError, match=r"^$"):
+        forkserver.prepare()
     masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
     assert [signal.SIGINT in mask for mask in masks] == [True, False]
     started = (
