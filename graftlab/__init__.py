@@ -9,11 +9,11 @@ Public are the names in ``__all__``, those of ``graftlab.plots``, ``.transforms`
 
 from __future__ import annotations
 
-import importlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from graftlab.base.uninterrupted import import_module
 from graftlab.errors import (
     ConfigError,
     DependencyError,
@@ -153,7 +153,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module 'graftlab' has no attribute {name!r}")
     try:
-        found = importlib.import_module(module)
+        found = import_module(module)
     except ModuleNotFoundError as error:
         _explain_missing_torch(f"graftlab.{name}", error)
         raise
@@ -170,11 +170,11 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext graftlab``: registers the magics."""
     try:
-        from graftlab.magics.magics import load
+        magics = import_module("graftlab.magics.magics")
     except ModuleNotFoundError as error:
         _explain_missing_torch("%load_ext graftlab", error)
         raise
-    load(shell)
+    magics.load(shell)
 
 
 def _explain_missing_torch(what: str, error: ModuleNotFoundError) -> None:

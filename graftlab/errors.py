@@ -25,7 +25,7 @@
         |-- SessionClosedError            the session, or a required rank, is gone
         `-- RunError                      a function raised, or a rank died, during a run
 
-    WaitInterrupted(KeyboardInterrupt)    the stop button ended a wait; the ranks continue
+    WaitInterrupted(KeyboardInterrupt)    the stop button ended a wait, and the message says what continues
     GraftWarning(UserWarning)             something was skipped, or done differently from the request
 """
 
@@ -224,7 +224,7 @@ def _show_folded(title: str, text: str) -> None:
 
 
 class WaitInterrupted(KeyboardInterrupt):
-    """The stop button ended a wait. The ranks continue, and the message says how to wait again."""
+    """The stop button ended a wait. The message says what continues, and how to wait again, or what was stopped."""
 
     def _render_traceback_(self) -> list[str]:
         """Show one line: the user who pressed stop knows where the wait was."""

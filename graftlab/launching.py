@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graftlab.base import limits
+from graftlab.base.uninterrupted import import_module
 from graftlab.ranks import forkserver
 
 if TYPE_CHECKING:
@@ -85,9 +86,8 @@ def launch(
     if start_method == "forkserver" and on is None:
         forkserver.warm_up()
     with _without_collector():
-        from graftlab.session import open_launched
-
-    return open_launched(
+        opening = import_module("graftlab.session")
+    session: Session = opening.open_launched(
         baseline,
         target,
         plan,
@@ -103,3 +103,4 @@ def launch(
         keep_rows=keep_rows,
         on=on,
     )
+    return session

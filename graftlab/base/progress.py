@@ -68,13 +68,13 @@ class LongWait:
 
     def __enter__(self) -> LongWait:
         # Here too, because a wait may be over before its first look.
+        self._end_if_stopped()
         report_progress(self._title)
         return self
 
     def next_look(self, remaining: float | None) -> float:
         """Update the bar; returns the seconds to wait before the next call, at most ``remaining``."""
-        if self._stop is not None and self._stop.is_set():
-            raise KeyboardInterrupt
+        self._end_if_stopped()
         now = time.monotonic()
         if _report is not None:
             _report(self._title)
@@ -85,6 +85,10 @@ class LongWait:
             self._count_up()
         pause = INTERVAL if self._bar is not None else self._show_from - now
         return max(0.0, pause if remaining is None else min(pause, remaining))
+
+    def _end_if_stopped(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise KeyboardInterrupt
 
     def _made(self) -> Any:
         # Imported here because most waits are short, and this takes a moment.

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from graftlab.base import limits
+from graftlab.base.uninterrupted import uninterrupted
 from graftlab.comparison.held_calls import (
     Answer,
     Comparison,
+    ComparisonStopped,
     JudgingChoice,
     Repeats,
     answer_of,
     described,
     judge_against_recording,
     judge_held_calls,
+    known_at,
 )
 from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function
-from graftlab.errors import ConfigError, RecordingError
+from graftlab.errors import ConfigError, RecordingError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.judging.compiled_comparison import CompiledComparison
 from graftlab.launching import launch
-from graftlab.ranks.held_call import WatchChoice, release_call
+from graftlab.ranks.held_call import WatchChoice, drop_call
 from graftlab.ranks.held_functions import CALL, FunctionInFile, define_call, hold_callee, load_and_hold
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.condensing import condense
@@ -95,6 +101,12 @@ def compare(
             raise ConfigError("inputs, backward and device are for two functions; scripts choose these themselves")
         settings = ScriptSettings(WatchChoice(include, tuple(functions), inside), timeout=max(timeout, _SCRIPT_TIMEOUT))
         return _compare_commands(baseline, target, ScriptChoice(settings, judging, folder=folder))
+    for name, given in (("baseline", baseline), ("target", target)):
+        if isinstance(given, torch.nn.Module):
+            raise ConfigError(
+                f"compare: the {name} is a model ({type(given).__name__}); give a function that makes it and returns "
+                f"it, or lambda: model for one that exists"
+            )
     recording = _side_of(baseline)
     target, inputs = _named_function(target), _named_function(inputs)
     recorded = isinstance(recording, RecordedSide)
@@ -110,6 +122,9 @@ def compare(
             return judge_against_recording(session, recording, held, judging)
         ours = partial(load_and_hold, recording, inputs, choice, backward)
         return judge_held_calls(Repeats(session), *described(session.run(ours, theirs)), judging)
+    except KeyboardInterrupt as interrupt:
+        session.close()
+        raise ComparisonStopped(known_at(interrupt)) from None
     except BaseException:
         session.close()
         raise
@@ -155,6 +170,9 @@ def compare_with_compiled(
         work = partial(define_call, function, inputs, include)
         session.run(work, work)
         found = session.compare_compiled(CALL, threshold=threshold, **options)
+    except KeyboardInterrupt as interrupt:
+        session.close()
+        raise ComparisonStopped(known_at(interrupt)) from None
     except BaseException:
         session.close()
         raise
@@ -185,9 +203,22 @@ def compare_expression(session: Session, expression: str) -> Comparison:
     value, the pairs stay in the session's plan. Raises the exceptions of :meth:`Session.run`.
     """
     work = partial(hold_callee, expression, (), {}, WatchChoice())
-    run = session.run(work, work)
+    before = len(session.runs)
     try:
-        return judge_held_calls(Repeats(session), *described(run), JudgingChoice())
+        return judge_held_calls(Repeats(session), *described(session.run(work, work)), JudgingChoice())
+    except KeyboardInterrupt as interrupt:
+        raise WaitInterrupted(
+            " ".join(["the comparison was stopped, and its code on the ranks was interrupted.", *known_at(interrupt)])
+        ) from None
     finally:
-        if not session.closed and all(rank.alive for rank in session.ranks):
-            session.run(release_call, release_call)
+        if len(session.runs) > before:
+            uninterrupted("the models on the ranks are as before the comparison", partial(_drop_call, session))
+
+
+def _drop_call(session: Session) -> None:
+    """End the held call on all ranks, whose models it has changed, after the run that the stop button may have left."""
+    if not session.runs[-1].done:
+        session.interrupt()
+        session.runs[-1].wait_steps(sys.maxsize)
+    if not session.closed and all(rank.alive for rank in session.ranks):
+        session.run(drop_call, drop_call)

@@ -414,8 +414,18 @@ def _paired(proposal: Proposal, target: CallDescription) -> str:
     return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
 
 
+class ComparisonStopped(WaitInterrupted):
+    """The stop button ended a comparison and both its sides. ``known`` has the sentences on what it had found."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self.known = " ".join(known) or "Nothing was judged yet."
+        super().__init__(f"the comparison was stopped, and both sides have ended. {self.known}")
+
+
 def known_at(interrupt: KeyboardInterrupt) -> list[str]:
     """A sentence on what an interrupted comparison has found. A wait's own message is on runs, which have ended."""
+    if isinstance(interrupt, ComparisonStopped):
+        return [interrupt.known]
     return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
 
 

@@ -19,6 +19,7 @@ from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, senten
 from graftlab.comparison.held_calls import (
     Answer,
     Comparison,
+    ComparisonStopped,
     JudgingChoice,
     Repeats,
     described,
@@ -151,7 +152,7 @@ def compare_scripts(
         return compared
     except KeyboardInterrupt as interrupt:
         session.close()
-        raise KeyboardInterrupt(" ".join([held.known, *known_at(interrupt)])) from None
+        raise ComparisonStopped([held.known, *known_at(interrupt)]) from None
     except BaseException:
         session.close()
         raise

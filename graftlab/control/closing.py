@@ -1,12 +1,10 @@
-"""Closing sessions: uninterrupted by the stop button, when this process ends, and never by a fork of it."""
+"""Closing sessions when this process ends, and never by a fork of it."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Protocol
 
 from graftlab.ranks.handle import RankHandle
@@ -50,22 +48,3 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def uninterrupted(call: Callable[[], None]) -> None:
-    """Call this on another thread, so that the stop button ends only the wait. Raises what the call raises."""
-    result = Future[None]()
-
-    def work() -> None:
-        try:
-            call()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(None)
-
-    try:
-        threading.Thread(target=work, name="graftlab-uninterrupted", daemon=True).start()
-    except RuntimeError:  # the interpreter is shutting down and starts no threads
-        work()
-    result.result()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -14,8 +15,9 @@ import pandas as pd
 
 from graftlab.base.html import bundle
 from graftlab.base.text import counted
+from graftlab.base.uninterrupted import uninterrupted
 from graftlab.base.world import Side
-from graftlab.control.closing import close_at_exit, forget, uninterrupted
+from graftlab.control.closing import close_at_exit, forget
 from graftlab.control.hub import Hub, MessageRouter
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.control.kept_pairs import PairsOnRanks, keep_advice
@@ -27,7 +29,7 @@ from graftlab.control.run_state import OnFailure
 from graftlab.control.runs import Runs
 from graftlab.control.tap_catalog import TapCatalog
 from graftlab.control.work import WorkFactory, arguments, code_of, warn_of_grafts_into_recordings
-from graftlab.errors import SessionClosedError, SessionError, TransformError
+from graftlab.errors import SessionBusyError, SessionClosedError, SessionError, TransformError
 from graftlab.grafting.trial import Trial
 from graftlab.plan.changes import PlanChange, parts_of
 from graftlab.plan.overlap import refuse_overlap
@@ -93,6 +95,8 @@ class SessionCore:
         self._closed = False
         self._ending = threading.Lock()
         self._has_ended = False
+        # The thread that published the newest temporary plan.
+        self._lender: int | None = None
         self._works = WorkFactory()
         self._plans = Plans(self._ranks)
         self._queries = Queries(options.timeout)
@@ -214,6 +218,7 @@ class SessionCore:
             self._require_open()
             self._require_workers("run code on")
             self._runs.require_can_begin(works)
+            self._refuse_plan_of_other_thread()
             plan = self._lend_plan(changes) if changes else self.plan
             return self._runs.begin(works, plan, on_failure, code), plan
 
@@ -376,8 +381,11 @@ class SessionCore:
         True
         """
         with self._lock:
-            plan = self._edited(changes)
-            self._plans.publish_edit(plan)
+            # What a verdict grafts in its runs must not become part of the user's plan.
+            mine = replace(self._plans.lasting()[-1], version=self.plan.version)
+            plan = self._edited(mine, changes)
+            # A rank that has half of a message would hang, and ranks with different plans would compare nothing.
+            uninterrupted("the plan is published", partial(self._plans.publish_edit, plan))
             return plan
 
     def undo(self) -> PlanChange:
@@ -408,20 +416,30 @@ class SessionCore:
 
     def _revert(self, action: Action) -> PlanChange:
         with self._lock:
-            plan = self._edited(parts_of(self._plans.wanted(action)))
-            return self._plans.revert(action, plan)
+            plan = self._edited(self.plan, parts_of(self._plans.wanted(action)))
+            return uninterrupted("the plan is published", partial(self._plans.revert, action, plan))
 
-    def _edited(self, changes: Mapping[str, Any]) -> GraftPlan:
-        """The next version of the plan, checked and not yet published."""
+    def _edited(self, plan: GraftPlan, changes: Mapping[str, Any]) -> GraftPlan:
+        """The next version of this plan, checked and not yet published."""
         self._require_open()
-        plan = self.plan.edit(**changes)
-        refuse_overlap(plan, self._taps.all(plan))
-        return plan
+        edited = plan.edit(**changes)
+        refuse_overlap(edited, self._taps.all(edited))
+        return edited
+
+    def _refuse_plan_of_other_thread(self) -> None:
+        """Raise :class:`SessionBusyError` while another thread's verdict has its plan, which grafts taps, in force."""
+        if self._lender != threading.get_ident() and self._plans.is_lent:
+            raise SessionBusyError(
+                "a verdict, a match or a comparison is between two of its runs, and its plan is in force; wait for its "
+                "end, or stop it where it was started"
+            )
 
     def _lend_plan(self, changes: PlanEdit) -> GraftPlan:
         with self._lock:
-            plan = self._edited(changes)
-            self._plans.publish_temporary(plan)
+            self._refuse_plan_of_other_thread()
+            plan = self._edited(self.plan, changes)
+            self._lender = threading.get_ident()
+            uninterrupted("the plan is published", partial(self._plans.publish_temporary, plan))
             return plan
 
     def adopted(self, version: int) -> dict[str, int]:
@@ -529,7 +547,7 @@ class SessionCore:
         True
         """
         if not self._has_ended:
-            uninterrupted(self._end)
+            uninterrupted("the session has ended", self._end)
 
     def _end(self) -> None:
         with self._ending:
@@ -568,7 +586,7 @@ class SessionCore:
         (True, ['idle', 'idle'])
         >>> other.close()
         """
-        uninterrupted(self._restart)
+        uninterrupted("the ranks have been started anew", self._restart)
 
     def _restart(self) -> None:
         with self._ending, self._lock:
@@ -670,7 +688,8 @@ def lend_plan(session: SessionCore, **changes: Any) -> GraftPlan:
 
 
 def restore_plan(session: SessionCore) -> None:
-    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again."""
+    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again, if this thread called them."""
     with session._lock:
-        if not session.closed:
-            session._plans.restore()
+        if not session.closed and session._lender == threading.get_ident():
+            # Else a second press of the stop button would leave the plan of a verdict, which grafts everything.
+            uninterrupted("the plan from before is in force again", session._plans.restore)

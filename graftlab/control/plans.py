@@ -43,6 +43,11 @@ class Plans:
         """All plans except those that a verdict, a match or a comparison published for its runs; never empty."""
         return [plan for plan in self._published if plan.version not in self._temporary]
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the plan in force is that of a verdict, a match or a comparison, and another is to be restored."""
+        return bool(PlanChange(self.lasting()[-1], self.newest).parts)
+
     def publish(self, plan: GraftPlan) -> None:
         """Make this the newest plan, and send it to every live rank."""
         with self._sending:
@@ -61,9 +66,8 @@ class Plans:
 
     def restore(self) -> None:
         """Put the plan from before temporary ones in force again. A plan that the user has published since stays."""
-        lasting = self.lasting()[-1]
-        if PlanChange(lasting, self.newest).parts:
-            self.publish_temporary(replace(lasting, version=self.newest.version + 1))
+        if self.is_lent:
+            self.publish_temporary(replace(self.lasting()[-1], version=self.newest.version + 1))
 
     def publish_edit(self, plan: GraftPlan) -> None:
         """Publish a plan that a person has edited; :meth:`revert` undoes it."""
@@ -86,7 +90,7 @@ class Plans:
         change = self.last(action)
         if change is None:
             raise SessionError(f"session.{action}: there is no edit of the plan to {action}")
-        if PlanChange(self.lasting()[-1], self.newest).parts:
+        if self.is_lent:
             raise SessionError(
                 f"session.{action}: the plan in force is that of a verdict, a match or a comparison, which restores "
                 "yours at its end. Stop it, or wait"

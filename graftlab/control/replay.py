@@ -19,7 +19,7 @@ from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
-from graftlab.errors import DumpError, RequestError
+from graftlab.errors import DumpError, RequestError, WaitInterrupted
 from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
@@ -114,7 +114,14 @@ def replay(
         # A step counts as ended when the next one begins, and none follows the last.
         return len(batches) if run.done and not run.failing else run.steps
 
-    run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
+    try:
+        run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
+    except KeyboardInterrupt:
+        session.interrupt()
+        raise WaitInterrupted(
+            f"the replay was stopped after {run.steps} of {len(batches)} batches, and its code on the "
+            "ranks was interrupted; session.runs[-1].frame has the rows until then"
+        ) from None
     summary = _summary(run, batches, noise_floor)
     return Replay(run, _with_skipped(summary, skipped), skipped)
 

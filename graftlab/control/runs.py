@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING
 
+from graftlab.base.uninterrupted import uninterrupted
 from graftlab.base.world import RunInfo
 from graftlab.control.process_groups import ProcessGroups, collective_in
 from graftlab.control.rank_output import Piece
@@ -63,6 +64,10 @@ class Runs:
         return list(self._runs)
 
     @property
+    def _next_run(self) -> int:
+        return self._first_run + len(self._runs)
+
+    @property
     def busy(self) -> bool:
         """Whether a run is in progress."""
         return bool(self._states) and not self._states[-1].done
@@ -101,15 +106,22 @@ class Runs:
         """
         self.require_can_begin(works)
         ranks = [self._ranks[world_rank] for world_rank in sorted(works)]
-        run = self._make(ranks, on_failure, code)
-        info = RunInfo(run.number, self._next_step, tuple(sorted(works)))
-        for rank in ranks:
-            rank.channel.send(pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])))
-        for rank in ranks:
-            # A rank may have died before this run existed to record it.
-            if not rank.alive:
-                self.note_death(rank)
-        return run
+        info = RunInfo(self._next_run, self._next_step, tuple(sorted(works)))
+        # Before the run exists: to pack large arguments takes a while, in which the stop button may be pressed.
+        requests = [pack(RunRequest(info, to_wire(plan), works[rank.place.world_rank])) for rank in ranks]
+
+        def send() -> Run:
+            run = self._make(ranks, on_failure, code)
+            for rank, request in zip(ranks, requests, strict=True):
+                rank.channel.send(request)
+            for rank in ranks:
+                # A rank may have died before this run existed to record it.
+                if not rank.alive:
+                    self.note_death(rank)
+            return run
+
+        # A run that reached some ranks alone would never end.
+        return uninterrupted("the run has begun", send)
 
     def resume(self, info: RunInfo) -> Run:
         """Take over a run that the ranks have already begun, as the first run of this session."""
@@ -140,9 +152,7 @@ class Runs:
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
     ) -> Run:
-        state = RunState(
-            self._first_run + len(self._runs), ranks, self._next_step, on_failure, code, lost_groups=self.groups.lost
-        )
+        state = RunState(self._next_run, ranks, self._next_step, on_failure, code, lost_groups=self.groups.lost)
         run = Run(
             state,
             frame=self._rows.frame,

@@ -20,7 +20,7 @@ from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import arguments, refuse_invalid_expressions
 from graftlab.diffs.results import ResultFloor, Results, distance, tensors_of, unit_of
-from graftlab.errors import SessionError
+from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.grafting.self_graft import RoundedResults
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
@@ -397,12 +397,17 @@ class _CompiledRuns:
         # A graft of the plan in force would repair the difference.
         nothing: PlanEdit = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
         callees: dict[Side, Callee | None] = {"baseline": baseline, "target": target}
-        run, _ = start_under(self._session, nothing, callees, args, kwargs)
+        before = len(self._session.runs)
         try:
+            run, _ = start_under(self._session, nothing, callees, args, kwargs)
             return run.wait(bar=LongWait(title, "rows", lambda: self._session.row_count - rows))
         except KeyboardInterrupt:
-            self._session.interrupt()
-            raise
+            if len(self._session.runs) > before:
+                self._session.interrupt()
+            raise WaitInterrupted(
+                f"the comparison with compiled code was stopped ({title}); its code on the ranks was interrupted, and "
+                "the plan from before is in force again"
+            ) from None
         finally:
             restore_plan(self._session)
 

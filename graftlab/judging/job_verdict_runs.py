@@ -89,8 +89,8 @@ class StepRuns(VerdictRuns):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
         self._jobs.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
 
     # ---- both sides ---------------------------------------------------------------------------------------------
 

@@ -227,8 +227,9 @@ class _MatchedRuns(_Match):
         """Run the target; the baseline runs once."""
         new, gone = self._changed(grafts)
         given = self._budget, self._sent
-        ours = None if self._runs else partial(record_taps, self._baseline, *given, {}, [])
-        theirs = partial(record_taps, self._target, *given, new, gone)
+        ours = None if self._runs else partial(record_taps, self._baseline, *given, {}, None)
+        # A match that was stopped may have left its grafts on the ranks.
+        theirs = partial(record_taps, self._target, *given, new, gone if self._runs else None)
         title = f"matching, {self._progress(grafts)}"
         self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)

@@ -92,8 +92,8 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
             if not len(chosen):
                 known = ", ".join(list(dict.fromkeys(rows["name"]))[-5:])
                 raise SessionError(
-                    f"verdict: no tap named {name!r} was measured, so it cannot be the output; the last taps "
-                    f"are {known}"
+                    f"verdict: no tap named {name!r} was measured, so it cannot be the output; "
+                    + (f"the last taps are {known}" if known else "nor was any other tap")
                 )
         elif len(chosen):
             # A token hides the logits that chose it: most mistakes in the logits do not change it.

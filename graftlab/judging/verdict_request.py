@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graftlab.control.work import arguments
 from graftlab.errors import SessionError
 from graftlab.ranks.remote_functions import Callee
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,6 @@ class VerdictRequest:
     graft_weights: bool = False
     stop: threading.Event = field(default_factory=threading.Event, compare=False)
     """Another thread sets it to interrupt the verdict, as the stop button does on the notebook's thread."""
-    say: Callable[[str], object] = field(default=_write, compare=False)
-    """Receives a line when the verdict is interrupted."""
 
     def __post_init__(self) -> None:
         if self.floor != "auto" and not _is_positive(self.floor):

@@ -20,7 +20,7 @@ from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.run import Run
 from graftlab.control.work import pack_callees
 from graftlab.diffs.rounding import roundoff
-from graftlab.errors import RunError, SessionError
+from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
@@ -145,6 +145,9 @@ class VerdictRuns:
     has_twin = False
     """Whether the request has a twin of the baseline, in higher precision."""
 
+    since_stopped = "the plan from before is in force again"
+    """The end of a sentence on a verdict that was stopped."""
+
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
         self.session = session
         self.request = request
@@ -175,9 +178,16 @@ class VerdictRuns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.request.say(f"the verdict was stopped in run {self.count}; the plan from before is in force again\n")
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        if is_stopped:
+            self._stop_ranks()
         restore_plan(self.session)
+        if is_stopped:
+            when = f"in run {self.count}" if self.count else "before its first run"
+            raise WaitInterrupted(f"the verdict was stopped {when}; {self.since_stopped}") from None
+
+    def _stop_ranks(self) -> None:
+        """Stop what only the verdict needs; jobs continue."""
 
     def changes(self, wanted: RunFilters) -> PlanEdit:
         """The edit that turns the earlier plan into the plan of a run with these filters."""
@@ -292,8 +302,11 @@ class VerdictRuns:
 class CalledRuns(VerdictRuns):
     """Calls the request's functions anew for each run."""
 
+    since_stopped = f"its code on the ranks was interrupted, and {VerdictRuns.since_stopped}"
+
     def __init__(self, session: SessionCore, request: VerdictRequest) -> None:
         super().__init__(session, request)
+        self._runs_before = len(session.runs)
         assert request.baseline is not None
         assert request.target is not None
         given = request.arguments
@@ -420,12 +433,12 @@ class CalledRuns(VerdictRuns):
             raise
         title = f"verdict, {self.progress()}: {why}"
         bar = LongWait(title, "rows", lambda: self.session.row_count - before, stop=self.request.stop)
-        try:
-            return run.wait(bar=bar), plan.version
-        except KeyboardInterrupt:
-            # Without the verdict the run is useless.
+        return run.wait(bar=bar), plan.version
+
+    def _stop_ranks(self) -> None:
+        # Without the verdict its run is useless.
+        if len(self.session.runs) > self._runs_before:
             self.session.interrupt()
-            raise
 
     def baseline_against_itself(self, rows: pd.DataFrame, keep: Sequence[str]) -> list[SelfGraft]:
         if self.recorded:

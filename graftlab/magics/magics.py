@@ -21,6 +21,7 @@ from graftlab.control.core import internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
+from graftlab.errors import WaitInterrupted
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.launching import launch
 from graftlab.magics import command_line
@@ -69,6 +70,10 @@ class GraftMagics(Magics):
         except command_line.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
+        except WaitInterrupted:
+            raise
+        except KeyboardInterrupt:
+            raise WaitInterrupted(f"%graft {line.split()[0]} was stopped") from None
 
     # What `%graft?` shows.
     graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{command_line.overview()}"
@@ -226,8 +231,9 @@ class GraftMagics(Magics):
         return run.wait()
 
     def _verdict(self, arguments: argparse.Namespace) -> Any:
-        judged = arguments.expression or None
-        verdict = self._open().verdict(judged, judged)
+        session, judged = self._open(), arguments.expression or None
+        self._require_code(session, "verdict", judged)
+        verdict = session.verdict(judged, judged)
         self._assign(arguments.out, verdict)
         return verdict
 
@@ -244,6 +250,13 @@ class GraftMagics(Magics):
         lines = session.lines(tap, judged, judged)
         self._assign(arguments.out, lines)
         return lines
+
+    @staticmethod
+    def _require_code(session: Session, command: str, expression: str | None) -> None:
+        """Raise UsageError without an expression, unless the session's ranks have code to call already."""
+        takes_work = all(rank.takes_work for rank in session.ranks)
+        if expression is None and takes_work and not internals_of(session).default_callees:
+            raise UsageError(f"%graft {command}: give an expression, such as `%graft {command} model(x)`")
 
     @staticmethod
     def _newest_expression(session: Session) -> str:
@@ -273,6 +286,7 @@ class GraftMagics(Magics):
     def _match(self, arguments: argparse.Namespace) -> Any:
         session = self._open()
         matched = arguments.expression or None
+        self._require_code(session, "match", matched)
         proposal = session.match(matched, matched)
         self._assign(arguments.out, proposal)
         return session.match_editor(proposal)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,8 +63,24 @@ def prepare() -> None:
         [preload_first.__name__, *PRELOADED, preload_last.__name__]
     )
     owner = f"{os.getpid()}{os.pathsep}{multiprocessing.util.get_temp_dir()}"
-    with hidden_main(), _environment_of_forkserver({preload_first.VARIABLE: owner, **_same_import_path()}):
+    environment = _environment_of_forkserver({preload_first.VARIABLE: owner, **_same_import_path()})
+    # It blocks interrupts for its own process, and then no longer, so it is started first.
+    multiprocessing.resource_tracker.ensure_running()
+    with hidden_main(), environment, _blocked_interrupts():
         multiprocessing.forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _blocked_interrupts() -> Iterator[None]:
+    """Block interrupts in processes started inside, until their first import, which ignores them.
+
+    The stop button would end a forkserver that is just starting, with a traceback in the cell.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -564,6 +564,14 @@ def release_call() -> None:
     _held_here().end()
 
 
+def drop_call() -> None:
+    """End the held call, if there is one, and forget it: to end it again would restore its state once more."""
+    global _held
+    held, _held = _held, None
+    if isinstance(held, HeldCall):
+        held.end()
+
+
 def arguments_by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names that messages use: ``args[0]`` for the first positional one."""
     return {**{f"args[{place}]": each for place, each in enumerate(args)}, **kwargs}

@@ -243,8 +243,11 @@ def _models_of_one_call(call: Callable[[], Any], state: Any) -> tuple[list[torch
 
     taps = TapLister()
     # The held call raises the exception again, and is then described up to there.
-    with handled_by(taps), OutermostCalls(note), contextlib.suppress(Exception):
-        call()
-    for each in reversed(before):
-        each.restore()
+    try:
+        with handled_by(taps), OutermostCalls(note), contextlib.suppress(Exception):
+            call()
+    finally:
+        # Also if it is interrupted.
+        for each in reversed(before):
+            each.restore()
     return list(found.values()), bool(taps.reached)

@@ -14,14 +14,15 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing
 
 from graftlab.base.world import Place
-from graftlab.errors import LaunchError
+from graftlab.errors import LaunchError, WaitInterrupted
 from graftlab.exchange.channel import SocketChannel
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import WirePlan, to_wire
@@ -48,17 +49,18 @@ def launch_ranks(options: LaunchOptions, folder: Path, plan: GraftPlan) -> Seque
     places = Place("baseline", 0, options.baseline, options.target).everyone()
     assignments = assign_devices(places, options.device, options.backend)
     given_up, give_up = socket.socketpair()
-    with given_up, give_up:
-        launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, assignments, given_up)
-        try:
-            return launching.result()
-        except BaseException:
-            # The stop button ended only this wait. The launch on the other thread continues, and its ranks would stay.
-            give_up.send(b"x")
-            wait([launching])
-            if launching.exception() is None:
-                _abandon(launching.result())
-            raise
+    launching = forkserver.on_starter(_launch, options, folder, to_wire(plan), places, assignments, given_up)
+    try:
+        return launching.result()
+    except KeyboardInterrupt:
+        # The stop button ended only this wait. The launch on the other thread continues, and its ranks would stay.
+        # They end there, too, because another press of the button would end a wait for that.
+        give_up.send(b"x")
+        launching.add_done_callback(_abandon_launched)
+        raise WaitInterrupted("the launch was stopped, and its ranks end; no session was opened") from None
+    finally:
+        for end in (given_up, give_up):
+            launching.add_done_callback(partial(_close, end))
 
 
 def end_ranks(ranks: Sequence[RankHandle], patience: float = 2.0) -> None:
@@ -119,6 +121,15 @@ def _launch(
         raise
     finally:
         shared.release()
+
+
+def _close(end: socket.socket, _: object) -> None:
+    end.close()
+
+
+def _abandon_launched(launching: Future[list[RankProcess]]) -> None:
+    if launching.exception() is None:
+        _abandon(launching.result())
 
 
 def _abandon(ranks: list[RankProcess]) -> None:

@@ -52,13 +52,13 @@ def record_taps(
     budget: int,
     send: int,
     grafts: Mapping[str, list[MatchGraft]],
-    forget: list[str],
+    forget: list[str] | None,
 ) -> MatchRecord:
     """Run the code once. Up to ``budget`` bytes are recorded here; up to ``send`` bytes of them are returned.
 
-    ``grafts`` are added, by the name of the target's tap; those of the taps in ``forget`` are dropped.
+    ``grafts`` are added, by the name of the target's tap; those of the taps in ``forget`` are dropped, or all for None.
     """
-    for name in forget:
+    for name in list(_grafts) if forget is None else forget:
         _grafts.pop(name, None)
     _grafts.update(grafts)
     recorder = _MatchRecorder(_grafts, budget)

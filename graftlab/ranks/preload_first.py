@@ -20,4 +20,6 @@ next launch might find it dying.
 
 if VARIABLE in os.environ:
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It was started with interrupts blocked, or one would have ended it before it could ignore them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.disable()

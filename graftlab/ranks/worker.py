@@ -38,6 +38,7 @@ from graftlab.ranks.control_thread import ControlThread
 from graftlab.ranks.debugging import LastFailure
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.displays import show_displays
+from graftlab.ranks.edited_modules import EditedModules
 from graftlab.ranks.messages import (
     Dispatch,
     DisplayData,
@@ -118,6 +119,7 @@ class Rank:
         self._namespace = namespace
         here = taps.Here(place.side, place.rank, place.world_size, device, namespace.variables)
         active.activate(self._grafter, here)
+        self._edited_modules = EditedModules()
         # The current run, and the last one that was interrupted before it began.
         self._run_number, self._interrupted_run = -1, -1
         # The time at which an interrupt stops waiting for an import; 0 before the first such wait of a run.
@@ -175,11 +177,13 @@ class Rank:
         try:
             if self._interrupted_run == run:
                 raise KeyboardInterrupt
+            self._edited_modules.warn_of_edits()
             result = memoryview(shipping.pack_result(self._namespace.run(request.work)))
         except BaseException as error:
             failure = failure_of(error)
             self._last_failure.keep(error)
         self._run_number = -1
+        self._edited_modules.note()
         for stream in self._streams:
             stream.flush_lines()
         self._grafter.end_run()

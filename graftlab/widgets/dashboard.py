@@ -144,6 +144,11 @@ class VerdictView(Panel):
         result: str = self._result.value
         return f'<div class="graftlab-verdict-text">{result}</div>' if result else ""
 
+    def close(self) -> None:
+        """Stop the verdict too: without this view, nobody sees its result or can stop it."""
+        self._press_stop()
+        super().close()
+
     def _press_stop(self) -> None:
         if self._stop is not None:
             self._stop.set()
@@ -164,12 +169,12 @@ class VerdictView(Panel):
     def _judge_now(self, expression: str | None) -> None:
         stop = self._stop = threading.Event()
         update(self._stop_button, disabled=False)
-        request = VerdictRequest(expression, expression, stop=stop, say=lambda text: self.say(text.strip()))
+        request = VerdictRequest(expression, expression, stop=stop)
         try:
             shown = judge(self.session, request)._repr_mimebundle_()["text/html"]
-        except KeyboardInterrupt:
-            # The message says that the plan is restored.
+        except KeyboardInterrupt as stopped:
             update(self._result, value="")
+            self.say(str(stopped))
             return
         except BaseException:
             # The panel's message shows why.

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison import held_calls
 from graftlab.comparison.held_calls import (
+    ComparisonStopped,
     JudgingChoice,
     Repeats,
     _have_equal_rows,
@@ -388,6 +390,10 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     assert edits == [proposal], "the pairs stay"
     assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
     assert known_at(WaitInterrupted("run 3 continues")) == []
+    assert known_at(ComparisonStopped([])) == ["Nothing was judged yet."]
+    stopped = ComparisonStopped(["One call agrees.", *known_at(interrupt.value)])
+    assert known_at(stopped) == ["One call agrees. 1 of 2 taps of the target had a partner."]
+    assert str(stopped) == f"the comparison was stopped, and both sides have ended. {stopped.known}"
 
 
 class Ending:
@@ -623,3 +629,8 @@ def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
         session.run.return_value = SimpleNamespace(baseline=ours, target=theirs)
         assert Repeats(session).add_backward() == "no gradient"
         assert session.run.call_args_list == [call(try_backward, try_backward), call(drop_backward, drop_backward)]
+
+
+def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"the target is a model \(Linear\); give a function .* lambda: model"):
+        gl.compare(torch.nn.Identity, torch.nn.Linear(2, 2))

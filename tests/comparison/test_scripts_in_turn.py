@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graftlab.comparison import scripts
-from graftlab.comparison.held_calls import Answer, Comparison
+from graftlab.comparison.held_calls import Answer, Comparison, ComparisonStopped
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import leave, uncompared_calls
@@ -667,4 +667,5 @@ def test_nothing_runs_on_after_an_error_or_an_interrupt(
     with pytest.raises(type(error)) as raised:
         compare(monkeypatch, error)
     assert session.closed
-    assert not isinstance(error, KeyboardInterrupt) or str(raised.value) == "Nothing was judged yet."
+    assert not isinstance(raised.value, ComparisonStopped) or raised.value.known == "Nothing was judged yet."
+    assert isinstance(raised.value, ComparisonStopped) == isinstance(error, KeyboardInterrupt)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.deadline import DEADLINE
+from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.control.replay import Replay
-from graftlab.errors import DumpError
+from graftlab.control.run import Run
+from graftlab.errors import DumpError, WaitInterrupted
 
 pytestmark = pytest.mark.ranks
 
@@ -205,3 +209,26 @@ def test_functions_of_the_ranks_own_cells_are_found_by_name(session: gl.Session,
     replay = session.replay(path, "generate", "generate")
     assert replay.summary.loc[0, "same_tokens"]
     assert replay.summary.loc[0, "target_as_recorded"]
+
+
+def test_a_replay_that_is_stopped_interrupts_its_code_and_keeps_its_rows(
+    session: gl.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs_at_the_second(requests: list[Any]) -> list[Any]:
+        gl.tap("x", torch.ones(2))
+        while requests[0]["rid"] == "b":
+            time.sleep(0.01)
+        return [{"output_ids": [1]}]
+
+    def stop(run: Run, *_: object, **__: object) -> None:
+        run.wait_steps(1)
+        wait_until(lambda: len(run.frame) > 1, "the row of the second request")
+        raise KeyboardInterrupt
+
+    path = write(tmp_path / "dump.pkl", [recorded("a", 1), recorded("b", 2)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "wait", stop)
+        with pytest.raises(WaitInterrupted, match=r"stopped after 1 of 2 batches, and its code .* has the rows until"):
+            session.replay(path, hangs_at_the_second, hangs_at_the_second)
+    assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
+    assert session.runs[-1].frame["rid"].tolist() == ["a", "b"]

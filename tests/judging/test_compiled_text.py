@@ -11,7 +11,7 @@ import torch
 from kit.verdict_stages import taps
 
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import SessionError
+from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.judging import compiled_comparison
 from graftlab.judging.compiled_comparison import CompiledComparison, _CompiledRuns, compare_compiled
 from graftlab.lines.frames import SourceFrame
@@ -333,10 +333,13 @@ def test_what_ranks_find_differently_is_no_common_answer() -> None:
 
 def test_the_plan_is_restored_after_a_run_and_an_interrupt_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    session: Any = SimpleNamespace(row_count=3, interrupt=lambda: made.append("interrupt"))
+    session: Any = SimpleNamespace(row_count=3, runs=[], interrupt=lambda: made.append("interrupt"))
 
     def start(session: Any, plan: Any, callees: Any, args: Any, kwargs: Any) -> Any:
+        if made == ["refused"]:
+            raise KeyboardInterrupt
         made.append((plan, callees, args, kwargs))
+        session.runs.append(run)
         return run, 1
 
     def wait(bar: Any) -> str:
@@ -355,6 +358,10 @@ def test_the_plan_is_restored_after_a_run_and_an_interrupt_reaches_the_ranks(mon
     nothing = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
     assert made == [(nothing, {"baseline": "f", "target": "g"}, (1,), {"k": 2}), 0, 5, "restored"]
     made[:] = ["stop"]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(WaitInterrupted, match=r"compiled code was stopped \(title\); its code .* plan from before"):
         compiled._run("title", None, None)
     assert made[-2:] == ["interrupt", "restored"]
+    made[:] = ["refused"]
+    with pytest.raises(WaitInterrupted):
+        compiled._run("title", None, None)
+    assert made == ["refused", "restored"], "the newest run is not its own"

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pandas as pd
 import pytest
 
 from graftlab.control.work import pack_callees
-from graftlab.errors import LaunchError, RunError, SessionError
+from graftlab.errors import LaunchError, RunError, SessionError, WaitInterrupted
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
@@ -118,7 +118,7 @@ def test_an_expression_with_arguments_is_refused_before_any_run(monkeypatch: pyt
             Calls(monkeypatch, args=(1,), **wrong)
 
 
-def test_all_runs_but_the_first_are_set_aside_and_an_interrupt_stops_them(calls: Calls) -> None:
+def test_all_runs_but_the_first_are_set_aside(calls: Calls) -> None:
     run = calls.answer()
     calls.runs.both("first", RunFilters(compare="True"))
     assert (calls.set_aside, calls.runs.count) == (set(), 1)
@@ -127,22 +127,36 @@ def test_all_runs_but_the_first_are_set_aside_and_an_interrupt_stops_them(calls:
     with pytest.raises(SessionError, match="refused"):
         calls.runs.both("second", RunFilters())
     assert calls.set_aside == set()
+
+
+@pytest.mark.parametrize("error", [ValueError(), None])
+def test_a_verdict_that_fails_or_ends_restores_the_plan(calls: Calls, error: Exception | None) -> None:
+    calls.runs.__exit__(type(error) if error else None, error, None)
+    calls.restored.assert_called_once_with(calls.session)
+    calls.session.interrupt.assert_not_called()
+
+
+def test_a_verdict_that_is_stopped_interrupts_its_run_and_says_what_is_left(calls: Calls) -> None:
+    with pytest.raises(WaitInterrupted) as stopped, calls.runs:
+        raise KeyboardInterrupt
+    assert str(stopped.value).startswith("the verdict was stopped before its first run; its code on the ranks was int")
+    # No run is its own yet.
+    calls.session.interrupt.assert_not_called()
+    calls.restored.assert_called_once_with(calls.session)
     calls.answer(side_effect=KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        calls.runs.both("third", RunFilters())
-    assert calls.set_aside == {1}
+    with pytest.raises(WaitInterrupted, match=r"in run 1; .* and the plan from before is in force again$"), calls.runs:
+        calls.runs.both("first", RunFilters())
     calls.session.interrupt.assert_called_once_with()
 
 
-def test_a_verdict_that_is_stopped_or_fails_restores_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, said in ((KeyboardInterrupt(), 1), (ValueError(), 0), (None, 0)):
-        say = Mock()
-        calls = Calls(monkeypatch, say=say)
-        calls.runs.count = 4
-        calls.runs.__exit__(type(error) if error else None, error, None)
-        assert say.call_count == said
-        assert all("was stopped in run 4" in each.args[0] for each in say.call_args_list)
-        calls.restored.assert_called_once_with(calls.session)
+def test_a_verdict_of_jobs_that_is_stopped_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_runs, "restore_plan", Mock())
+    steps = Steps(monkeypatch)
+    steps.runs._jobs = jobs = MagicMock()
+    with pytest.raises(WaitInterrupted, match=r"before its first run; the plan from before is in force again$"):
+        steps.runs.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    steps.session.interrupt.assert_not_called()
+    jobs.__exit__.assert_called_once()
 
 
 def test_a_run_under_an_edited_plan_is_not_judged(calls: Calls) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import textwrap
 from collections.abc import Iterator
@@ -254,6 +255,33 @@ def test_a_comparison_taps_the_models_of_an_expression_and_shows_a_figure(notebo
     # The models have no taps afterwards.
     typed(notebook, "%graft run -o untapped model(torch.ones(2, 4)).sum().item()")
     assert value(notebook, "len(untapped.frame)") == "0"
+
+
+@pytest.mark.ranks
+def test_a_comparison_that_is_stopped_leaves_the_models_as_they_were(notebook: Kernel, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    typed(
+        notebook,
+        f"""
+        %%graft both
+        repeated = 0
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        def call():
+            global repeated
+            model(torch.ones(2, 4))
+            repeated += 1
+            if repeated > 2:
+                print("repeated", flush=True)
+                open({str(tmp_path / "gate")!r}).read()
+        """,
+    )
+    cell = notebook.begin("%graft compare call()")
+    notebook.finish(cell, until=lambda reply: "repeated" in reply.stdout)
+    notebook.manager.interrupt_kernel()
+    stopped = notebook.finish(cell)
+    assert stopped.error.startswith("KeyboardInterrupt: the comparison was stopped, and its code on the ranks was int")
+    typed(notebook, "%graft run -o untapped (model(torch.ones(2, 4)), model[1].num_batches_tracked.item())[1]")
+    assert value(notebook, "untapped.baseline, untapped.target, len(untapped.frame)") == "([1], [1, 1], 0)"
 
 
 @pytest.mark.ranks

@@ -14,7 +14,7 @@ from torch import nn
 import graftlab as gl
 from graftlab.errors import SessionError
 from graftlab.ranks import held_call, held_functions
-from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
+from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice, drop_call
 from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
 from graftlab.taps import calls
 
@@ -182,3 +182,40 @@ def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
     define_call(File(number), None, None)  # type: ignore[arg-type]
     assert namespace["graftlab_call"] is number
     assert eval(held_functions.CALL, namespace) == 3
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer; ``stops`` interrupts the call, as the stop button does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.stops = False
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.stops:
+            raise KeyboardInterrupt
+        return x * self.weight
+
+
+def test_an_interrupted_call_leaves_the_state_of_its_models() -> None:
+    model = Counts()
+    model.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        hold_callee(lambda: model(X), (), {}, WatchChoice())
+    assert model.calls.item() == 0
+
+
+def test_a_dropped_call_is_ended_once() -> None:
+    model = Counts()
+    drop_call()  # there is none
+    hold_callee(lambda: model(X), (), {}, WatchChoice())
+    model(X)
+    drop_call()
+    assert model.calls.item() == 0
+    model(X)
+    drop_call()
+    assert model.calls.item() == 1, "the state from before the call was restored again"

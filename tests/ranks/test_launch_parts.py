@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
-from graftlab.ranks import launcher
+from graftlab.ranks import forkserver, launcher, preload_first
 from graftlab.ranks.entry import enter
 from graftlab.ranks.launcher import _await_hellos, _environment, _start, end_ranks
 from graftlab.ranks.messages import Hello
@@ -233,3 +236,37 @@ def test_all_ranks_are_asked_to_end_and_those_left_are_killed_together() -> None
     with pytest.raises(KeyboardInterrupt):
         end_ranks(ranks)
     assert done[-2:] == [("kill", "a"), ("kill", "b")]
+
+
+@pytest.mark.ranks
+def test_a_forkserver_that_is_just_starting_survives_the_stop_button(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop button would end a Python process that is just starting."""
+    masks, trackers = [], []
+
+    def ensure_tracker() -> None:
+        # As the real one does when it starts its process.
+        if not trackers:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        trackers.append("running")
+
+    def spawn(*_: object) -> int:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        raise OSError
+
+    monkeypatch.setattr("multiprocessing.resource_tracker.ensure_running", ensure_tracker)
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", spawn)
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", ForkServer().ensure_running)
+    with pytest.raises(OSError, match=r"^$"):
+        forkserver.prepare()
+    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    assert [signal.SIGINT in mask for mask in masks] == [True, False]
+    started = (
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "import graftlab.ranks.preload_first\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+    )
+    environment = {**os.environ, preload_first.VARIABLE: "yes"}
+    ended = subprocess.run([sys.executable, "-c", started], env=environment, capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("set()\n", 0), ended.stderr

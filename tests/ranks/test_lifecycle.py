@@ -266,7 +266,8 @@ def test_the_stop_button_during_a_launch_leaves_no_rank_and_allows_another(gates
     wait_until(lambda: len(os.listdir(gates)) == 2, "the start of two processes")
     ranks = watch(int(name) for name in os.listdir(gates))
     gated.manager.interrupt_kernel()
-    assert gated.finish(cell).error_name == "KeyboardInterrupt"
+    stopped = gated.finish(cell)
+    assert stopped.error == "KeyboardInterrupt: the launch was stopped, and its ranks end; no session was opened"
     assert still_there(ranks) == []
     gated.run("del os.environ['GATES']")
     after = gated.run("with gl.launch(1, 1) as session:\n    run = session.run('1')\nrun.baseline")

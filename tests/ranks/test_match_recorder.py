@@ -136,6 +136,12 @@ def test_a_matched_pairs_tensor_overwrites_the_tap_after_it_is_recorded() -> Non
     assert torch.equal(shown_with({}, forget=["x", "unknown"])[0], X)
 
 
+def test_a_new_match_drops_what_a_stopped_one_left_in_force() -> None:
+    left = MatchGraft(parse_layout("same"), "baseline", Y)
+    shown_with({"x": [left], "other": [left]})
+    assert torch.equal(shown_with({"other": [left]}, forget=None)[0], X)
+
+
 def test_the_end_of_a_match_releases_its_grafts_and_its_values() -> None:
     shown_with({"x": [MatchGraft(parse_layout("same"), "baseline", Y)]}, send=0)
     assert recorded_value("x") is not None
