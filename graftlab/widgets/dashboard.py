@@ -145,7 +145,7 @@ class VerdictView(Panel):
         return f'<div class="graftlab-verdict-text">{result}</div>' if result else ""
 
     def close(self) -> None:
-        """Stop the verdict too: without this view, nobody sees its result or can stop it."""
+        """Stop the verdict too: no other view shows its result or can stop it."""
         self._press_stop()
         super().close()
 

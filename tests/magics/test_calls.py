@@ -46,6 +46,8 @@ class FakeSession(Recorded):
         self.runs: list[Any] = []
         self.row_count = 1234
         self.folder = Path("/run/folder")
+        # As in a session that has code to call already, so that a verdict needs no expression.
+        self._internals = SimpleNamespace(default_callees={"target": "model(x)"})
         self.plan = SimpleNamespace(rename=(("target", "a", "b"), ("baseline", "c", "")))
         self.options = SimpleNamespace(
             baseline=1,

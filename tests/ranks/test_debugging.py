@@ -126,7 +126,7 @@ def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
 def test_a_run_that_succeeds_leaves_no_failure_of_the_one_before() -> None:
     rank: Any = object.__new__(Rank)
     work = Mock(side_effect=[ValueError("planted"), 3])
-    parts = {name: MagicMock() for name in ("_grafter", "_line", "_exchange", "_control")}
+    parts = {name: MagicMock() for name in ("_grafter", "_line", "_exchange", "_control", "_edited_modules")}
     given = {"_namespace": SimpleNamespace(run=work), "_streams": [], "_last_failure": LastFailure()}
     vars(rank).update(parts, _interrupted_run=-1, **given)
     request = RunRequest(RunInfo(0, 0, (0, 1)), to_wire(GraftPlan()), JobCode())
