@@ -66,6 +66,22 @@ def test_models_on_a_second_device_agree(baseline: str) -> None:
     assert "No tap adds more than rounding" in text
 
 
+def on_default_device(scale: float = 1.0) -> nn.Module:
+    torch.set_default_device("cpu")
+    made = model(scale=scale)
+    torch.set_default_device(second_device.load())
+    return made
+
+
+def test_code_that_sets_the_default_device_is_compared() -> None:
+    answer, text = compared(on_default_device, on_default_device)
+    assert answer == "agree", text
+    assert "failed" not in text
+    answer, text = compared(on_default_device, partial(on_default_device, 1.05))
+    assert answer == "differ", text
+    assert "q @ k.mT * self.scale" in text
+
+
 def test_a_line_is_named_on_a_second_device() -> None:
     answer, text = compared(partial(model), partial(model, scale=1.05))
     assert answer == "differ"
