@@ -148,3 +148,20 @@ def test_scripts_that_train_are_compared_on_a_second_device(
     other.write_text(TRAINING.format(tests=tests, folder=str(tmp_path), decay=decay))
     assert main(["compare", str(one), str(other)]) == exit_code
     assert ("weight_decay" in capsys.readouterr().out) == bool(exit_code)
+
+
+def backward_twice() -> None:
+    device, here = second_device.load(), gl.here()
+    assert here is not None
+    weight = nn.Parameter(torch.full((3, 3), 0.5, device=device))
+    loss = gl.tap("out", torch.ones(2, 3, device=device) @ weight).square().mean()
+    if here.side == "target":
+        loss.backward(retain_graph=True)
+    loss.backward()
+    gl.tap("weight", weight.grad, kind="param_grad")
+
+
+def test_a_line_of_the_backward_pass_is_named_though_it_runs_on_another_thread() -> None:
+    with gl.launch(baseline=1, target=1) as session:
+        verdict = session.verdict(backward_twice, backward_twice)
+    assert verdict.lines["source"].tolist() == ["loss.backward()"], verdict.text
