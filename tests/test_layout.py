@@ -255,6 +255,26 @@ def _raises_again(handler: ast.ExceptHandler) -> bool:
     return isinstance(handler.body[-1], ast.Raise) and handler.body[-1].exc is None
 
 
+# What torch makes on the default device, if no other is given.
+MADE_BY_TORCH = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+def test_every_new_tensor_has_a_device() -> None:
+    """Code that calls ``torch.set_default_device("cuda")`` runs in the same process."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, path in modules().items()
+        for node in nodes_of(path)
+        if room_of(module) != "zoo" and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and node.func.attr in MADE_BY_TORCH
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not found
+
+
 def test_no_thread_keeps_a_process_alive() -> None:
     """A script that forgets to close a session ends nevertheless, and so does a job."""
     staying = []

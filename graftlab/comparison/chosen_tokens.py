@@ -107,7 +107,7 @@ def _last_rows(tensor: Tensor, rows: int) -> Tensor | None:
 def _of_row(row: int, logits: Tensor, others: Tensor, baseline: int, target: int, rounding: float) -> ChosenToken:
     finite = logits.isfinite() & others.isfinite()
     size, moved = (float(each[finite].square().mean().sqrt()) for each in (logits, logits - others))
-    chosen = torch.tensor([target])
+    chosen = torch.tensor([target], device="cpu")
     is_largest = _are_largest(others[None], chosen)
     apart = float(logits[baseline] - logits[target]) if 0 <= target < len(logits) else float("inf")
     return ChosenToken(row, baseline, target, apart, min(rounding * size, _OF_MEAN * moved), is_largest)

@@ -544,7 +544,7 @@ def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
 
 def _in_one_order(rows: Tensor) -> Tensor:
     """The rows, sorted by their sums under random weights, in their own dtype."""
-    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     return rows[(rows.double() @ weights).argsort()]
 
 

@@ -100,7 +100,7 @@ class Dumper:
         if not self.is_on:
             return
         if type(value) in (bool, int, float):
-            value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+            value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None, device="cpu")
         tags = {**tags, **self._context}
         if self._shown["enable_value"]:
             calls.tap(name, value, extras=grafter_extras, layout=dims, **tags)

@@ -124,12 +124,12 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
     elif isinstance(value, (int, float)):
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
-        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64)
+        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64, device="cpu")
     elif isinstance(value, list) and all(type(each) is int and abs(each) < 2**63 for each in value):
         # Tokens are one value: if one side has fewer of them, or none, their number differs.
-        yield path, torch.tensor(value, dtype=torch.int64)
+        yield path, torch.tensor(value, dtype=torch.int64, device="cpu")
     elif isinstance(value, complex):
-        yield path, torch.tensor(value)
+        yield path, torch.tensor(value, device="cpu")
     elif isinstance(value, (str, bytes)):
         yield path, _of_text(value)
     elif (numpy := sys.modules.get("numpy")) is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
@@ -177,7 +177,7 @@ def _of_text(text: str | bytes) -> torch.Tensor:
     """A tensor of one shape for any text, so that texts of other lengths differ rather than do not compare."""
     written = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     digest = hashlib.blake2b(written, digest_size=_TEXT_NUMBERS).digest()
-    return torch.tensor(list(digest), dtype=torch.int32)
+    return torch.tensor(list(digest), dtype=torch.int32, device="cpu")
 
 
 def compare_results(expected: Any, found: Any) -> ComparedResults:

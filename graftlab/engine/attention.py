@@ -43,7 +43,7 @@ class CacheAttention:
 
     def __init__(self, cache: KVCache, sliding_window: int | None) -> None:
         self.cache, self.sliding_window = cache, sliding_window
-        self._out_cache_loc = torch.empty(0, dtype=torch.int64)
+        self._out_cache_loc = torch.empty(0, dtype=torch.int64, device="cpu")
         self._segments: list[Segment] = []
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:

@@ -73,4 +73,4 @@ def _request_of_each_token(batch: ForwardBatch) -> Tensor:
         # The two axes may be padded to different sizes.
         return torch.arange(min(batch.num_tokens, batch.batch_size), device=device)
     lens = batch.extend_lens_cpu
-    return torch.repeat_interleave(torch.arange(lens.shape[0]), lens).to(device)
+    return torch.repeat_interleave(torch.arange(lens.shape[0], device="cpu"), lens).to(device)

@@ -270,7 +270,7 @@ def _assemble(work: Work, vocab_size: int, device: torch.device, request_ids: bo
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     requests = [span.live.request for span in work.spans]
-    seq_lens_cpu = torch.tensor([span.stop for span in work.spans], dtype=torch.int64)
+    seq_lens_cpu = torch.tensor([span.stop for span in work.spans], dtype=torch.int64, device="cpu")
     seq_lens = seq_lens_cpu.to(device)
     rids_int = rooms = None
     if request_ids:
@@ -278,7 +278,9 @@ def _assemble(work: Work, vocab_size: int, device: torch.device, request_ids: bo
         rooms = bootstrap_rooms_tensor([request.bootstrap_room for request in requests], device)
     extend_lens_cpu = None
     if work.mode == "prefill":
-        extend_lens_cpu = torch.tensor([span.stop - span.live.computed for span in work.spans], dtype=torch.int64)
+        extend_lens_cpu = torch.tensor(
+            [span.stop - span.live.computed for span in work.spans], dtype=torch.int64, device="cpu"
+        )
     temperatures = [request.temperature for request in requests]
     return ForwardBatch(
         mode=work.mode,

@@ -64,9 +64,9 @@ def token_places(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         # The two axes may be padded to different sizes.
         return batch.req_pool_indices[: batch.num_tokens], batch.seq_lens[: batch.num_tokens] - 1
     lens, device = batch.extend_lens_cpu, batch.input_ids.device
-    request = torch.repeat_interleave(torch.arange(lens.shape[0]), lens)
+    request = torch.repeat_interleave(torch.arange(lens.shape[0], device="cpu"), lens)
     first = batch.seq_lens_cpu - lens.cumsum(0)
-    places = first[request] + torch.arange(request.shape[0])
+    places = first[request] + torch.arange(request.shape[0], device="cpu")
     return batch.req_pool_indices[request.to(device)], places.to(device)
 
 

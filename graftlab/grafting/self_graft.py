@@ -354,7 +354,9 @@ _CHANGE = 0.125
 def _changed(value: torch.Tensor) -> torch.Tensor:
     """Different numbers of the same size, and no multiple of ``value``, which a norm would undo."""
     generator = torch.Generator().manual_seed(0)
-    factors = 1 + _CHANGE * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+    factors = 1 + _CHANGE * torch.rand(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        value.device
+    )
     return (value * factors).to(value.dtype)
 
 
@@ -419,7 +421,9 @@ def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
         dtype = value.dtype
     generator = torch.Generator().manual_seed(seed)
     # A bit for each number, because drawing a number for each would take longer than everything else.
-    drawn = torch.randint(0, 256, (-(-value.numel() // _BITS),), generator=generator, dtype=torch.uint8).numpy()
+    drawn = torch.randint(
+        0, 256, (-(-value.numel() // _BITS),), generator=generator, dtype=torch.uint8, device="cpu"
+    ).numpy()
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     # A sum with one unit in the last place is exact in float32 for all dtypes but float64.
     wide_dtype, bits, exponent = _IN_DOUBLE if dtype == torch.float64 else _IN_SINGLE

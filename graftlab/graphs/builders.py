@@ -259,7 +259,7 @@ def _own_num_tokens(batch: Any, ctx: FillContext) -> Tensor:
     found = getattr(batch, "num_token_non_padded", None)
     if isinstance(found, Tensor):
         return found.reshape(1)
-    return torch.tensor([ctx.raw_num_tokens if found is None else found], dtype=torch.int32)
+    return torch.tensor([ctx.raw_num_tokens if found is None else found], dtype=torch.int32, device="cpu")
 
 
 def _keep_own_part(place: tuple[int, int], buffer: Tensor, batch: Any, ctx: FillContext) -> None:

@@ -216,7 +216,7 @@ def _begins(view: Tensor, buffer: Tensor) -> bool:
 def _fits(value: float | int | bool, dtype: torch.dtype) -> bool:
     """Whether `dtype` holds the number: an integer exactly, a fraction up to rounding."""
     try:
-        stored = torch.tensor(value, dtype=dtype).item()
+        stored = torch.tensor(value, dtype=dtype, device="cpu").item()
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
     if dtype.is_floating_point or dtype.is_complex:

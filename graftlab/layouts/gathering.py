@@ -64,7 +64,9 @@ class Gather:
         """The row to take at each place, int64; -1 for none."""
         return torch.cat(
             [
-                torch.full((length,), -1, dtype=torch.int64) if first < 0 else torch.arange(first, first + length)
+                torch.full((length,), -1, dtype=torch.int64, device="cpu")
+                if first < 0
+                else torch.arange(first, first + length, device="cpu")
                 for first, length in self.runs
             ]
         )

@@ -67,7 +67,7 @@ class ShownRows:
 @functools.lru_cache(maxsize=16)
 def _drawn(width: int) -> Tensor:
     """Random directions, equal on every rank."""
-    made = torch.randn(width, _WIDTH, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+    made = torch.randn(width, _WIDTH, generator=torch.Generator().manual_seed(width), dtype=torch.float64, device="cpu")
     return torch.nn.functional.normalize(made, dim=0)
 
 

@@ -65,5 +65,7 @@ def signed_sums(values: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int) -> Tensor:
-    drawn = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8)
+    drawn = torch.randint(
+        0, 2, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int8, device="cpu"
+    )
     return drawn.double() * 2 - 1

@@ -120,7 +120,15 @@ def runs_in_backward(stack: Sequence[StackEntry], frame: FrameType) -> bool:
         if each.f_code.co_name == _ENGINE:
             return False
         each = each.f_back
-    return True
+    return each is not None
+
+
+def frame_in_backward(thread: int) -> FrameType | None:
+    """The frame in which this thread waits for autograd's engine; None if it does not."""
+    each = sys._current_frames().get(thread)
+    while each is not None and each.f_code.co_name != _ENGINE:
+        each = each.f_back
+    return each
 
 
 def _kind(code: CodeType) -> int:

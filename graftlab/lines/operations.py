@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from graftlab.lines.frames import (
     KnownCode,
     SourceFrame,
     StackEntry,
+    frame_in_backward,
     frames_of_traceback,
     model_entry,
     runs_in_backward,
@@ -318,9 +320,14 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[int, _Storage] = {}
         self._named: set[int] = set()
         self._code = KnownCode()
+        self._thread = threading.get_ident()
         self._lives = 0
         self._searches = _MOST_SEARCHES
         self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
+
+    def __enter__(self) -> OperationRecorder:
+        self._thread = threading.get_ident()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -402,6 +409,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Without the frames of this method and of the method that the operation calls.
         frame = sys._getframe(2)
         stack = tuple(stack_entries(frame, self._code))
+        if threading.get_ident() != self._thread and (waiting := frame_in_backward(self._thread)) is not None:
+            # The backward pass of a GPU's tensors runs on a thread of its own.
+            stack += tuple(stack_entries(waiting, self._code))
         words = _in_words(func, args, given)
         # A hook, or the backward of a custom operation, is the user's own code, and no line of the forward pass.
         lines = () if node is None or runs_in_backward(stack, frame) else _forward_lines(node)

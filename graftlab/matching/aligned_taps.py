@@ -120,7 +120,7 @@ class AlignedTaps:
         )
         if not layout.steps or one is None or other is None or one.shape != other.shape:
             return False
-        places = torch.arange(math.prod(one.shape)).reshape(one.shape)
+        places = torch.arange(math.prod(one.shape), device="cpu").reshape(one.shape)
         try:
             return not layout.lacks and torch.equal(layout.local(places), places)
         except LayoutError:

@@ -291,7 +291,7 @@ def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
 
     Layouts that do not fit the shape, such as one that counts a complex tensor's numbers singly, take nothing.
     """
-    ones = torch.ones(tuple(shape), dtype=torch.bool)
+    ones = torch.ones(tuple(shape), dtype=torch.bool, device="cpu")
     parts = []
     for layout in layouts:
         with suppress(LayoutError):

@@ -136,7 +136,9 @@ def _order(pair: Pair, shape: Sequence[int], *, columns: bool) -> Order | None:
     found = None
     for dim in range(len(shape)):
         # The place of each element along one dimension of the whole.
-        counted = torch.arange(shape[dim]).reshape([-1 if place == dim else 1 for place in range(len(shape))])
+        counted = torch.arange(shape[dim], device="cpu").reshape(
+            [-1 if place == dim else 1 for place in range(len(shape))]
+        )
         try:
             taken = pair.layout.local(counted.expand(tuple(shape)).contiguous())
         except LayoutError:

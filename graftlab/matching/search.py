@@ -238,6 +238,6 @@ def applied(layout: Layout, outer: RecordedTap, inner: RecordedTap) -> float | N
         return None
     found, own = flat_values(taken), inner.flat
     if layout.lacks:
-        known = flat_values(layout.local(torch.ones(outer.shape, dtype=torch.bool))) > 0
+        known = flat_values(layout.local(torch.ones(outer.shape, dtype=torch.bool, device="cpu"))) > 0
         found, own = found[known], own[known]
     return relative_l2(found, own)

@@ -58,7 +58,7 @@ class MultimodalTransformer(Transformer):
                 following += 1
         following += self._extent(patches)
         found += [(place, place, place) for place in range(following, following + count - len(found))]
-        return torch.tensor(found, dtype=torch.int64).reshape(-1, 3).T.contiguous()
+        return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(-1, 3).T.contiguous()
 
     def _extent(self, patches: int) -> int:
         """Return the positions that an image of this many patches takes: the larger of its rows and its columns."""

@@ -415,7 +415,7 @@ def _first_line_of(error: Exception) -> str:
 def _gradient_of(place: int, tensor: torch.Tensor) -> torch.Tensor:
     """A random gradient of a result: the same on all ranks of both sides for one shape and place."""
     generator = torch.Generator().manual_seed(place)
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu")
     return drawn.to(tensor.device, tensor.dtype)
 
 

@@ -39,7 +39,9 @@ class TensorSample:
         """Draw the sample. For a DTensor it is of the whole tensor, so all of its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         flat = real_parts(whole.detach()).reshape(-1)
-        places = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64)
+        places = torch.linspace(
+            0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64, device="cpu"
+        )
         values = flat[places.round().long().to(flat.device)].to("cpu", torch.float64)
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
         return cls(values, norm, tuple(whole.shape), str(whole.dtype).removeprefix("torch."))

@@ -136,7 +136,7 @@ class TracedSteps:
             self._tracer = _LineTracer(self._request, self._side, self._grafter, self._takes, step)
             self._tracer.recorder.fails_silently = True
             self._open.enter_context(_lines_of_backward(self._request))
-            self._tracer.recorder.__enter__()  # type: ignore[no-untyped-call]
+            self._tracer.recorder.__enter__()
 
     def end(self) -> None:
         """Record nothing from now on. Called by the job's thread, it also removes the trace from the loop."""

@@ -331,7 +331,11 @@ def _torch_storage(data: bytes) -> Any:
     numbers = bytearray(file.read())
     if not written == count == len(numbers) // dtype.itemsize or len(numbers) % dtype.itemsize:
         raise ValueError("not the number of elements that was announced")
-    flat = torch.frombuffer(numbers, dtype=torch.uint8).view(dtype) if numbers else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(numbers, dtype=torch.uint8).view(dtype)
+        if numbers
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     return flat._typed_storage()  # type: ignore[no-untyped-call]
 
 
@@ -352,7 +356,7 @@ def _tensor(storage: Any, offset: int, size: Any, stride: Any, requires_grad: An
 
     if not isinstance(storage, torch.TypedStorage) or more:
         raise TypeError("another kind of storage, or a lazy conjugate or negative")
-    flat = torch.empty(0, dtype=storage.dtype).set_(storage)
+    flat = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage)
     if math.prod(_expect(number, int) for number in size) > max(_LARGEST_VIEW, flat.numel()):
         raise ValueError("a tensor that shows one number many times")
     # as_strided refuses a view beyond the storage.

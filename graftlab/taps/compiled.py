@@ -377,7 +377,7 @@ def _place(time: torch.Tensor) -> torch.Tensor:
             _shown_numbers[key], _shown[number] = number, _GradientOrigin(dict(tags), key[1])
             if len(_shown) > _SHOWN_LIMIT:
                 del _shown_numbers[next(iter(_shown_numbers))], _shown[next(iter(_shown))]
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:

@@ -125,7 +125,7 @@ class _TrainingTaps:
             places = [trained[id(weight)] for weight in group["params"] if id(weight) in trained]
             for setting, number in _numbers(group):
                 if setting not in found:
-                    found[setting] = torch.full((len(trained),), math.nan, dtype=torch.float64)
+                    found[setting] = torch.full((len(trained),), math.nan, dtype=torch.float64, device="cpu")
                 found[setting][places] = number
         return found
 

@@ -276,4 +276,6 @@ def _integers(extras: Any, name: str, whose: str) -> list[int] | None:
 
 
 def _places(starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    return torch.cat(
+        [torch.arange(start, start + length, device="cpu") for start, length in zip(starts, lengths, strict=True)]
+    )

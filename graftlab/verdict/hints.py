@@ -291,7 +291,7 @@ def _permuted(x: Tensor, y: Tensor) -> Tell:
             continue
         mine, theirs = (each.movedim(dim, 0).reshape(extent, -1)[:, :_SAMPLED] for each in (x, y))
         order = torch.cdist(theirs, mine).argmin(1)
-        if len(set(order.tolist())) == extent and not torch.equal(order, torch.arange(extent)):
+        if len(set(order.tolist())) == extent and not torch.equal(order, torch.arange(extent, device="cpu")):
             shown = ", ".join(map(str, order[:8].tolist())) + (", ..." if extent > 8 else "")
             yield f"dim {dim} is permuted (the target has the baseline's {shown})", x.index_select(dim, order)
 

@@ -79,7 +79,9 @@ def _rows_of_size(source: Tensor, size: int) -> Iterator[Tensor]:
 
 def _places(rows: Tensor, others: Tensor, same: float) -> Tensor:
     """For each row the place of an equal one among ``others``, or -1."""
-    probes = torch.randn(rows.shape[1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probes = torch.randn(
+        rows.shape[1], _PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+    )
     finite = rows.nan_to_num(), others.nan_to_num()
     nearest = torch.cdist(finite[0] @ probes, finite[1] @ probes).argmin(dim=1)
     equal = (rows - others[nearest]).norm(dim=1) <= same * others[nearest].norm(dim=1)

@@ -66,6 +66,22 @@ def test_models_on_a_second_device_agree(baseline: str) -> None:
     assert "No tap adds more than rounding" in text
 
 
+def on_default_device(scale: float = 1.0) -> nn.Module:
+    torch.set_default_device("cpu")
+    made = model(scale=scale)
+    torch.set_default_device(second_device.load())
+    return made
+
+
+def test_code_that_sets_the_default_device_is_compared() -> None:
+    answer, text = compared(on_default_device, on_default_device)
+    assert answer == "agree", text
+    assert "failed" not in text
+    answer, text = compared(on_default_device, partial(on_default_device, 1.05))
+    assert answer == "differ", text
+    assert "q @ k.mT * self.scale" in text
+
+
 def test_a_line_is_named_on_a_second_device() -> None:
     answer, text = compared(partial(model), partial(model, scale=1.05))
     assert answer == "differ"
@@ -132,3 +148,20 @@ def test_scripts_that_train_are_compared_on_a_second_device(
     other.write_text(TRAINING.format(tests=tests, folder=str(tmp_path), decay=decay))
     assert main(["compare", str(one), str(other)]) == exit_code
     assert ("weight_decay" in capsys.readouterr().out) == bool(exit_code)
+
+
+def backward_twice() -> None:
+    device, here = second_device.load(), gl.here()
+    assert here is not None
+    weight = nn.Parameter(torch.full((3, 3), 0.5, device=device))
+    loss = gl.tap("out", torch.ones(2, 3, device=device) @ weight).square().mean()
+    if here.side == "target":
+        loss.backward(retain_graph=True)
+    loss.backward()
+    gl.tap("weight", weight.grad, kind="param_grad")
+
+
+def test_a_line_of_the_backward_pass_is_named_though_it_runs_on_another_thread() -> None:
+    with gl.launch(baseline=1, target=1) as session:
+        verdict = session.verdict(backward_twice, backward_twice)
+    assert verdict.lines["source"].tolist() == ["loss.backward()"], verdict.text

@@ -177,7 +177,7 @@ class DraftGraphRunner(GraphRunner):
             out_cache_loc=out_cache_loc.flatten(),
             seq_lens=batch.seq_lens + depth - 1,
             seq_lens_cpu=batch.seq_lens_cpu + depth - 1,
-            extend_lens_cpu=torch.full((count,), depth),
+            extend_lens_cpu=torch.full((count,), depth, device="cpu"),
         )
 
 
@@ -203,11 +203,11 @@ def _requests_of(batch: ForwardBatch, which: Sequence[int]) -> ForwardBatch:
     """A decode of these requests alone."""
     if len(which) == batch.batch_size:
         return batch
-    some = _select(batch, torch.tensor(which))
+    some = _select(batch, torch.tensor(which, device="cpu"))
     info = batch.sampling_info
     if info is not None:
         identities: dict[str, Any] = {"rids_int": some.rids_int, "bootstrap_room_ids_int": some.bootstrap_room_ids_int}
-        info = dataclasses.replace(_select(info, torch.tensor(which)), **identities)
+        info = dataclasses.replace(_select(info, torch.tensor(which, device="cpu")), **identities)
     return dataclasses.replace(some, request_ids=tuple(batch.request_ids[i] for i in which), sampling_info=info)
 
 
