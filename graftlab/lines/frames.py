@@ -14,6 +14,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from graftlab.taps.backward import ENGINE
+
 # Rooms of graftlab that contain models. Their lines count as a user's code.
 _ROOMS_OF_MODELS = ("engine", "models", "zoo")
 _GRAFTLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -31,9 +33,6 @@ _INTERNAL, _OF_A_PACKAGE, _OF_THE_USER, _OF_A_RANK, _OF_TORCHS_MODULE = range(5)
 
 # A notebook's cell, whose file is named by a number.
 _CELL = re.compile(rf"{re.escape(os.sep)}ipykernel_\d+{re.escape(os.sep)}\d+\.py$")
-
-# The function of torch.autograd.graph in which a backward pass runs.
-_ENGINE = "_engine_run_backward"
 
 # A stack of a model has tens of frames; generated code that calls itself may have thousands.
 _MOST_FRAMES = 32
@@ -117,18 +116,10 @@ def runs_in_backward(stack: Sequence[StackEntry], frame: FrameType) -> bool:
         return False
     each: FrameType | None = frame
     while each is not None and each.f_code is not stack[0].code:
-        if each.f_code.co_name == _ENGINE:
+        if each.f_code.co_name == ENGINE:
             return False
         each = each.f_back
     return each is not None
-
-
-def frame_in_backward(thread: int) -> FrameType | None:
-    """The frame in which this thread waits for autograd's engine; None if it does not."""
-    each = sys._current_frames().get(thread)
-    while each is not None and each.f_code.co_name != _ENGINE:
-        each = each.f_back
-    return each
 
 
 def _kind(code: CodeType) -> int:

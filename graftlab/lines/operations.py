@@ -20,13 +20,13 @@ from graftlab.lines.frames import (
     KnownCode,
     SourceFrame,
     StackEntry,
-    frame_in_backward,
     frames_of_traceback,
     model_entry,
     runs_in_backward,
     stack_entries,
 )
 from graftlab.lines.state import path_of
+from graftlab.taps.backward import frame_in_backward
 from graftlab.taps.untraced import outside_compiled_code
 
 MOST_OPERATIONS = 50_000

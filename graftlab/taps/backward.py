@@ -15,6 +15,8 @@ from graftlab.base.tensor_bytes import memory_of
 # Only queried. It would install hooks when entered, which never happens.
 _tracker = ModuleTracker()
 
+ENGINE = "_engine_run_backward"
+"""The function in which torch runs autograd's engine."""
 IN_A_HOOK = (
     "other branches of autograd's graph may share this gradient, so only gl.tap's result has the graft; return that "
     "from the hook"
@@ -25,6 +27,17 @@ IN_A_HOOK = (
 def is_backward() -> bool:
     """Whether this thread runs a backward pass of autograd's engine."""
     return bool(_tracker.is_bw)
+
+
+def frame_in_backward(thread: int) -> FrameType | None:
+    """The frame in which this thread runs autograd's engine, or waits for it; None if it does neither.
+
+    The engine computes the gradients of a GPU's tensors on threads of its own, whose stacks have no such frame.
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_name != ENGINE:
+        frame = frame.f_back
+    return frame
 
 
 def is_passed_by_autograd(gradient: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from graftlab.taps import calls
+from graftlab.taps.backward import frame_in_backward, is_backward
 from graftlab.taps.calls import TapHandler
 from graftlab.taps.untraced import outside_compiled_code
 
@@ -40,12 +41,24 @@ class _Router:
     """Takes the grafter's place while some thread's taps go to a different handler."""
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        handler = _handler_of(threading.get_ident())
+        me = threading.get_ident()
+        handler = _routes.get(me) or _route_of_backward(me) or calls.grafter()
         return value if handler is None else handler.tap(name, value, extras, tags, replace)
 
 
 def _handler_of(thread: int) -> TapHandler | None:
     return _routes.get(thread) or calls.grafter()
+
+
+def _route_of_backward(thread: int) -> TapHandler | None:
+    """The route of the thread whose backward pass this one computes, as the engine's own threads do for a GPU.
+
+    Checkpointed code reaches its taps there a second time. None for any other thread, and if several may be meant.
+    """
+    if not is_backward() or frame_in_backward(thread) is not None:
+        return None
+    waiting = [handler for each, handler in list(_routes.items()) if frame_in_backward(each) is not None]
+    return waiting[0] if len(waiting) == 1 else None
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import second_device
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.__main__ import main
@@ -119,6 +120,29 @@ def test_gradients_are_compared_on_a_second_device() -> None:
     answer, text = compared(partial(model), with_halved_gradient, backward=True)
     assert answer == "differ"
     assert "gradient / 2" in text
+
+
+class Checkpointed(nn.Module):
+    """Computes each block again in the backward pass, which runs on a thread of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.model.embed(tokens.to(self.model.embed.weight.device))
+        for block in self.model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.model.head(x)
+
+
+def test_taps_of_recomputed_code_belong_to_the_run_that_calls_backward() -> None:
+    comparison = gl.compare(Checkpointed, Checkpointed, TOKENS, backward=True)
+    with comparison.session as session:
+        assert comparison.answer == "agree", comparison.text
+        statuses = {status for run in session.runs for status in run.frame.get("status", [])}
+    # Runs of one side alone handle their taps by themselves, and make no rows.
+    assert statuses <= {"compared", "grafted"}
 
 
 TRAINING = """

@@ -85,6 +85,45 @@ def test_backward_in_a_different_thread_uses_the_forwards_tap_handler(recorder: 
     assert recorder.calls == []
 
 
+class Tapping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gl.tap("inside", gradients[0])
+        return gradients[0] * 2
+
+
+def test_a_tap_on_the_engines_thread_has_the_handler_of_the_one_that_waits(recorder: Recorder) -> None:
+    def run_in_thread(work: Callable[[], Any]) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    # By its name, graftlab knows that the thread waits for the engine.
+    def _engine_run_backward(work: Callable[[], Any]) -> None:
+        run_in_thread(work)
+
+    def without_a_frame(y: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.run_backward((y,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def made() -> torch.Tensor:
+        tapped: torch.Tensor = Tapping.apply(torch.ones(3, requires_grad=True))  # type: ignore[no-untyped-call]
+        return tapped.sum()
+
+    own = Recorder()
+    with handled_by(own):
+        _engine_run_backward(functools.partial(without_a_frame, made()))
+        assert (own.calls, recorder.calls) == ([("inside", {})], [])
+        # Nor does this thread wait for the engine, or the other one is called by Python.
+        run_in_thread(functools.partial(without_a_frame, made()))
+        _engine_run_backward(made().backward)
+    assert (own.calls, recorder.calls) == ([("inside", {})], [("inside", {})] * 2)
+
+
 def test_no_hook_is_installed_outside_a_session() -> None:
     x = torch.ones(3, requires_grad=True)
     y = gl.tap("a", x * 2, grad=True)
