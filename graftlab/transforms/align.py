@@ -18,6 +18,9 @@ _HOW = 'gl.tap(name, x, extras={"rids_int": ids}), with ids an int64 tensor of o
 # The id of rows without a request; see graftlab.requests.identity.
 _PADDING_ID = 0
 
+MOVED = "the sides have the requests in different rows"
+"""The note of an outcome whose rows were taken from other places."""
+
 
 def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     """Take each row from the sender that has the same request, whatever the order, size or padding of the batches.
@@ -30,7 +33,8 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     tokens. The n-th token of a request is paired with its n-th token on the other side, so the two sides may use
     different layouts. Rows after the last request are padding.
 
-    Rows without a counterpart keep the receiver's values and are counted in ``rows_unmatched``; padding is not counted.
+    Where the sides have the requests in different rows, a note says so. Rows without a counterpart keep the receiver's
+    values and are counted in ``rows_unmatched``; padding is not counted.
     A request that several senders have is taken from the one with the receiver's rank, or else from the first. An id
     may occur several times, as for a request with several samples: the first is paired with the first, and so on. If no
     rank passed ids, the default transform applies.
@@ -61,7 +65,7 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
 
     value = target.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     places: list[torch.Tensor] = []
-    left = dict(mine.requests)
+    left, is_moved = dict(mine.requests), False
     for batch in batches:
         shared = [each for each in left if each in batch.requests]
         if not shared:
@@ -70,6 +74,7 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
         lengths = [min(here.length, there.length) for here, there in pairs]
         here = _places([place.start for place, _ in pairs], lengths)
         there = _places([place.start for _, place in pairs], lengths)
+        is_moved = is_moved or not torch.equal(here, there)
         rows = copyable(batch.rows_of(batch.tensor))[batch.indices(there)].view(batch.tensor.dtype).to(value)
         copyable(mine.rows_of(value))[mine.indices(here)] = copyable(rows)
         places.append(here)
@@ -81,7 +86,10 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
         rows=mine.elements(matched),
         rows_matched=len(matched),
         rows_unmatched=wanted - len(matched),
-        note=mine.note or next((batch.note for batch in batches if batch.note), None),
+        note="; ".join(
+            [*filter(None, dict.fromkeys([mine.note, *(each.note for each in batches)])), *[MOVED] * is_moved]
+        )
+        or None,
     )
 
 

@@ -24,6 +24,7 @@ from graftlab.diffs.results import (
 from graftlab.diffs.rounding import roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
+from graftlab.transforms.align import MOVED
 from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio
 from graftlab.verdict.floor import Floor, times
 
@@ -139,8 +140,8 @@ def compare_returned(
     """Compare each rank's result with that of the baseline's same rank, or of its only rank.
 
     Nothing is compared if both sides have several ranks, but different numbers, or if ``pairs`` show that the outputs'
-    rows are in different orders. ``by_request`` is the shape of an output that was paired by request: results with a
-    row for each of its rows may have them in different orders too, so each row is compared with the nearest one.
+    rows are in different orders. ``by_request`` is the shape of an output whose requests are in different rows: results
+    with a row for each of its rows may have them so too, and each row is compared with the nearest one.
     """
     if not baseline or not target:
         return ReturnedValues()
@@ -170,12 +171,12 @@ def compare_returned(
 
 
 def extents_by_request(rows: pd.DataFrame) -> tuple[int, ...]:
-    """The shape of the last measured tap of the forward pass if its rows were paired by request; otherwise empty."""
-    if not len(rows) or not (rows["aligned_by"] == "request").any():
+    """The shape of the last measured tap of the forward pass if its requests are in different rows; otherwise empty."""
+    if not len(rows) or not rows["note"].astype(str).str.contains(MOVED, regex=False).any():
         return ()
     values = [row for row in measured_rows(rows) if kind_of(row["tags"]) is None]
     last = max(values, key=lambda row: (row["in_run"], row["order"]), default=None)
-    return tuple(last["shape"]) if last is not None and last["aligned_by"] == "request" else ()
+    return tuple(last["shape"]) if last is not None and MOVED in str(last["note"]) else ()
 
 
 def _in_rows_of(

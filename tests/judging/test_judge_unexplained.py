@@ -116,6 +116,21 @@ def batch_in_another_order(factor: float, after: float) -> torch.Tensor:
     return out * (after if is_target else 1.0)
 
 
+def rows_returned_in_a_wrong_order() -> torch.Tensor:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    out = gl.tap("out", x.tanh(), extras={"rids_int": request_ids_tensor(["a", "b", "c"], "cpu")})
+    return out[[1, 0, 2]] if gl.here().side == "target" else out
+
+
+def test_a_wrong_order_of_returned_rows_is_found_where_requests_have_one_order(session: gl.Session) -> None:
+    session.edit(transform=("True", gl.transforms.align_by_request))
+    try:
+        found = session.verdict(rows_returned_in_a_wrong_order, rows_returned_in_a_wrong_order)
+    finally:
+        session.edit(transform=None)
+    assert first_line(found).startswith("Something after the last tap, out, is computed differently")
+
+
 def test_another_order_of_requests_is_no_difference_after_the_last_tap(session: gl.Session) -> None:
     session.edit(transform=("True", gl.transforms.align_by_request))
     try:

@@ -14,6 +14,7 @@ from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
+from graftlab.transforms.align import MOVED
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
@@ -142,10 +143,12 @@ def test_rows_of_requests_are_compared_in_any_order_where_wide_rows_show_it() ->
         assert compare_returned([ours], [theirs()], by_request=extents).differences[0].rel_l2 > 1
 
 
-def test_the_last_tap_of_the_forward_pass_shows_whether_rows_pair_by_request() -> None:
-    by_request = {"aligned_by": "request", "shape": [5, 8]}
+def test_the_last_tap_of_the_forward_pass_shows_whether_requests_moved() -> None:
+    by_request = {"aligned_by": "request", "shape": [5, 8], "note": f"a note; {MOVED}"}
     assert extents_by_request(frame_of(tap("x", 0), tap("y", 1, **by_request))) == (5, 8)
     assert extents_by_request(frame_of(tap("x", 0, **by_request), tap("y", 1))) == ()
+    in_place = {**by_request, "note": None}
+    assert extents_by_request(frame_of(tap("x", 0), tap("y", 1, **in_place))) == ()
     assert extents_by_request(frame_of(tap("x", 0))) == extents_by_request(frame_of()) == ()
     gradient = tap("y", 1, own={"kind": "grad"}, **by_request)
     assert extents_by_request(frame_of(gradient)) == ()
