@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -382,8 +382,7 @@ class SessionCore:
         """
         with self._lock:
             # What a verdict grafts in its runs must not become part of the user's plan.
-            mine = replace(self._plans.lasting()[-1], version=self.plan.version)
-            plan = self._edited(mine, changes)
+            plan = self._edited({**parts_of(self._plans.lasting()[-1]), **changes})
             # A rank that has half of a message would hang, and ranks with different plans would compare nothing.
             uninterrupted("the plan is published", partial(self._plans.publish_edit, plan))
             return plan
@@ -416,15 +415,15 @@ class SessionCore:
 
     def _revert(self, action: Action) -> PlanChange:
         with self._lock:
-            plan = self._edited(self.plan, parts_of(self._plans.wanted(action)))
+            plan = self._edited(parts_of(self._plans.wanted(action)))
             return uninterrupted("the plan is published", partial(self._plans.revert, action, plan))
 
-    def _edited(self, plan: GraftPlan, changes: Mapping[str, Any]) -> GraftPlan:
-        """The next version of this plan, checked and not yet published."""
+    def _edited(self, changes: Mapping[str, Any]) -> GraftPlan:
+        """The next version of the plan, checked and not yet published."""
         self._require_open()
-        edited = plan.edit(**changes)
-        refuse_overlap(edited, self._taps.all(edited))
-        return edited
+        plan = self.plan.edit(**changes)
+        refuse_overlap(plan, self._taps.all(plan))
+        return plan
 
     def _refuse_plan_of_other_thread(self) -> None:
         """Raise :class:`SessionBusyError` while another thread's verdict has its plan, which grafts taps, in force."""
@@ -437,7 +436,7 @@ class SessionCore:
     def _lend_plan(self, changes: PlanEdit) -> GraftPlan:
         with self._lock:
             self._refuse_plan_of_other_thread()
-            plan = self._edited(self.plan, changes)
+            plan = self._edited(changes)
             self._lender = threading.get_ident()
             uninterrupted("the plan is published", partial(self._plans.publish_temporary, plan))
             return plan
