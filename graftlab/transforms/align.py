@@ -33,8 +33,8 @@ def align_by_request(graft_input: GraftTransformInput) -> Outcome:
     tokens. The n-th token of a request is paired with its n-th token on the other side, so the two sides may use
     different layouts. Rows after the last request are padding.
 
-    Where the sides have the requests in different rows, a note mentions it. Rows without a counterpart keep the receiver's
-    values and are counted in ``rows_unmatched``; padding is not counted.
+    Where the sides have the requests in different rows, a note mentions it. Rows without a counterpart keep the
+    receiver's values and are counted in ``rows_unmatched``; padding is not counted.
     A request that several senders have is taken from the one with the receiver's rank, or else from the first. An id
     may occur several times, as for a request with several samples: the first is paired with the first, and so on. If no
     rank passed ids, the default transform applies.
