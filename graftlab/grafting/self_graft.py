@@ -21,7 +21,7 @@ from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data, is_output
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors, value_in_words
-from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.diffs.rounding import assumed_floor, is_quantised, quantised_roundoff, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.overwrite import overwrite, replacement_for
@@ -244,6 +244,7 @@ class TapRecord:
         self.place = place
         self.tags = tags
         self.is_floating = value.dtype.is_floating_point
+        self.dtype = value.dtype
         self._value = value
 
     @property
@@ -396,6 +397,7 @@ class SelfGrafter(CountingHandler):
         self.rows: list[AddedRounding] = []
         self._taps, self._dtype_of, self._seed = taps, dtype_of, seed
         self._moves, self._resets = moves, resets
+        self._dtypes = {str(each.dtype).removeprefix("torch.") for each in taps.values()}
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         recorded = self._taps.get(place)
@@ -405,9 +407,26 @@ class SelfGrafter(CountingHandler):
         value = value if self._resets else own.detach()
         if not self._moves:
             return value
-        dtype = getattr(torch, self._dtype_of(place[0]), value.dtype)
+        other = self._dtype_of(place[0])
         # Seeded by the tap's position, so that ranks with copies of one value move them alike.
-        return moved(value, dtype, self._seed + 7919 * len(self.rows))
+        seed = self._seed + 7919 * len(self.rows)
+        own_dtype = str(value.dtype).removeprefix("torch.")
+        if is_quantised(own_dtype) and not other:
+            return _few_moved(value, roundoff(own_dtype) / quantised_roundoff(own_dtype, self._dtypes), seed)
+        return moved(value, getattr(torch, other, value.dtype), seed)
+
+
+def _few_moved(value: torch.Tensor, distance: float, seed: int) -> torch.Tensor:
+    """Move one number in ``distance`` squared by one unit in the last place, as :func:`moved` moves each.
+
+    Nothing is computed in 8 bits. If both sides quantise, rounding before it moves only numbers near the middle between
+    two that 8 bits can represent.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    few = torch.rand(value.shape, generator=generator, device="cpu") * distance**2 < 1
+    # As bytes, because torch selects among few dtypes of 8 bits.
+    result, own = (each.contiguous().view(torch.uint8) for each in (moved(value, value.dtype, seed), value))
+    return torch.where(few.to(value.device), result, own).view(value.dtype)
 
 
 def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

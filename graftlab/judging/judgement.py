@@ -16,7 +16,6 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.job_steps import JobStepsAbandoned
@@ -80,6 +79,7 @@ from graftlab.verdict.pair_contradictions import compared_in_part, contradicting
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
+from graftlab.verdict.summary import floor_of
 from graftlab.verdict.unexplained import (
     AccumulatedFloors,
     ReturnedValues,
@@ -437,7 +437,7 @@ class Judgement:
                 compared, self._threshold, grafted, of_weights=of_weights, settings=evidence.settings
             )
         if constant is None and not evidence.selves:
-            constant, _ = assumed_floor(compared["dtype"].dropna())
+            constant, _ = floor_of(compared)
         frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
         frame, behind = judged_until_sketch(frame, grafted, self._threshold)
         unseen += [behind] if behind else []
@@ -550,7 +550,7 @@ class Judgement:
             return None
         constant = self._runs.request.constant_floor
         if constant is None and not evidence.selves:
-            constant, _ = assumed_floor(evidence.compared["dtype"].dropna())
+            constant, _ = floor_of(evidence.compared)
 
         def added(rows: pd.DataFrame) -> pd.DataFrame:
             floors = evidence.floors

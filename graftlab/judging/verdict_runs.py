@@ -505,9 +505,9 @@ class CalledRuns(VerdictRuns):
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
-    """The coarser of both sides' dtypes at each tap, by name."""
+    """The coarser of both sides' dtypes at each tap where they differ, by name."""
     dtypes: dict[str, str] = {}
-    for row in records(rows):
+    for row in records(rows[rows["cast"].notna()]):
         name = row["name"]
         dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
     return dtypes

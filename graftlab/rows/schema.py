@@ -200,9 +200,3 @@ def are_whole(dtype: object, cast: object) -> bool:
         return False
     pairs = [set(each.split(" -> ")) for each in cast.split(", ")] if isinstance(cast, str) else []
     return all(pair <= _WHOLE or not pair & _WHOLE for pair in pairs)
-
-
-@functools.lru_cache(maxsize=256)
-def converted(cast: str) -> tuple[str, ...]:
-    """The dtypes of both sides, and the devices, that a row's ``cast`` names."""
-    return tuple(part for pair in cast.split(", ") for part in pair.split(" -> "))

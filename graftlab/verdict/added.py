@@ -14,7 +14,7 @@ import pandas as pd
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.base.text import counted, first_of
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import cast_dtypes, is_quantised, quantised_roundoff, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
 from graftlab.verdict.causes import Causes
@@ -52,12 +52,22 @@ def added_frame(
         max((f.rel_l2 for f in floors.values()), default=0.0), max((f.rel_max for f in floors.values()), default=0.0)
     )
     lines = []
-    for row in measured_rows(grafted):
+    rows = measured_rows(grafted)
+    dtypes = {row["dtype"] for row in rows if row["dtype"]}
+    for row in rows:
         group = group_of(row["name"], row["tags"])
         dtype = coarser_dtype(row)
         if constant is None:
             own_floor = (own or {}).get((row["name"], kind_of(row["tags"])))
-            floor = _floor_of(row, floors.get(group, largest), own_floor).at_least(roundoff(dtype))
+            least = unit = roundoff(dtype)
+            floor = _floor_of(row, floors.get(group, largest), own_floor)
+            if is_quantised(dtype) and row["cast"] is None:
+                # With a conversion one side alone has 8 bits, and differs by their whole rounding.
+                least = quantised_roundoff(dtype, dtypes)
+            elif floor.rel_max == 0:
+                # Nothing before this tap was moved: each number rounds in proportion to its own size.
+                unit *= _largest_over_rms(row)
+            floor = floor.at_least(least, unit)
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))
@@ -111,6 +121,14 @@ def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
     if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2:
         return group.of_spread()
     return own.of_spread()
+
+
+def _largest_over_rms(row: Mapping[str, Any]) -> float:
+    """The baseline's largest number over its root mean square; 1 if it has no finite number, or only zeros."""
+    if row["max_baseline"] is None:
+        return 1.0
+    rms = math.sqrt(row["mean_baseline"] ** 2 + row["std_baseline"] ** 2)
+    return max(abs(row["min_baseline"]), abs(row["max_baseline"])) / rms if rms else 1.0
 
 
 def is_spread(row: Mapping[str, Any]) -> bool:
@@ -172,9 +190,7 @@ def ratio(row: Mapping[str, Any], floor: Floor) -> float:
 def coarser_dtype(row: Mapping[str, Any]) -> str:
     """The coarser of a tap's dtypes on both sides, which differ if the row has a cast."""
     names = [row["dtype"] or ""]
-    cast = re.match(r"(\w+) -> (\w+)", row["cast"] or "")
-    if cast:
-        names += cast.groups()
+    names += [name for pair in cast_dtypes(row["cast"]) for name in pair]
     return max(names, key=roundoff)
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import TapIdentity, identity
+from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.newest import LiveTaps
-from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, UNMEASURED, Column, Row, converted
+from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, UNMEASURED, Column, Row
 from graftlab.verdict.facts import GRAFTED, Facts
 from graftlab.verdict.order import is_missing, tap_codes
-from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_in_words, sentence_of_first
+from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_of_facts, sentence_of_first
 
 # While a run is in progress, computing its history takes at most this share of the time.
 _SHARE = 0.1
@@ -75,7 +76,7 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
     # Rows may be of different steps; each is the newest of its tap, so no sentence names a step.
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).drop(columns="step")
     facts = Facts(frame)
-    floor, _ = floor_in_words(facts.dtypes, noise_floor)
+    floor, _ = floor_of_facts(facts, noise_floor)
     lines = tap_summaries(rows, history)
     at, first = first_divergent_of(facts, floor), None
     if at is not None:
@@ -234,8 +235,7 @@ def of_newest_run(rows: Sequence[Row]) -> list[Row]:
 def _floor_of(rows: Sequence[Row], noise_floor: float | None) -> float:
     if noise_floor is not None:
         return noise_floor
-    dtypes = {row.dtype for row in rows if row.dtype}.union(*(converted(row.cast) for row in rows if row.cast))
-    return floor_in_words(dtypes)[0]
+    return assumed_floor({row.dtype for row in rows if row.dtype}, {row.cast for row in rows if row.cast})[0]
 
 
 def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor: float) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import display_tags
-from graftlab.rows.schema import converted
 from graftlab.verdict.order import Array, apart, numbers
 
 COMPARED, GRAFTED, FAILED, OTHER = range(4)
@@ -36,9 +35,8 @@ class Facts:
         self.value = numbers(frame, "rel_l2")
         self.apart = apart(frame, self.value)
         self.differ = np.nan_to_num(numbers(frame, "nonfinite_differ"))
-        self.dtypes = sorted(
-            {*_distinct(frame, "dtype"), *(n for cast in _distinct(frame, "cast") for n in converted(cast))}
-        )
+        self.dtypes = sorted(_distinct(frame, "dtype"))
+        self.casts = _distinct(frame, "cast")
         self.has_several_steps = "step" in frame.columns and frame["step"].nunique() > 1
 
     def row(self, at: int) -> Mapping[str, Any]:

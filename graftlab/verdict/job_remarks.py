@@ -10,7 +10,7 @@ from graftlab.base.tap_groups import described, group_of, is_data, kind_of
 from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.added import ratio, records
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
 from graftlab.verdict.wording import JobRemarks
@@ -169,8 +169,8 @@ def _floor(grafted: pd.DataFrame, given: float | None, *, repeats: bool) -> tupl
         return given, "given ", f"the floor is the given one (rel_l2 {given:.1g})"
     if repeats:
         return None, "", ""
-    dtypes = [coarser_dtype(row) for row in records(grafted[grafted["status"].isin(MEASURED)])]
-    constant, dtype = assumed_floor(dtypes)
+    measured = grafted[grafted["status"].isin(MEASURED)]
+    constant, dtype = assumed_floor(measured["dtype"].dropna().unique(), measured["cast"].dropna().unique())
     return constant, "assumed ", f"the floor is not measured but assumed for {dtype} (rel_l2 {constant:.1g})"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps
-from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, cast_dtypes
 from graftlab.rows.schema import COLUMNS, MEASURED, are_whole
 
 # The statuses of a tap that the other side lacks.
@@ -261,12 +260,11 @@ def _floor_by_dtype(frame: pd.DataFrame, value: str) -> float:
     if value != "rel_l2" or "dtype" not in frame.columns:
         return DEFAULT_NOISE_FLOOR
     names = [str(name) for name in frame["dtype"].dropna().unique()]
-    casts = frame["cast"].dropna().unique() if "cast" in frame.columns else ()
-    found = [match.groups() for cast in casts if (match := re.match(r"(\w+) -> (\w+)", str(cast)))]
-    if any("int8" in one or "int8" in other for one, other in found):
+    casts = list(frame["cast"].dropna().unique()) if "cast" in frame.columns else []
+    if any("int8" in name for cast in casts for pair in cast_dtypes(cast) for name in pair):
         # A unit of 8-bit integers that represent fractions is about as coarse as one of bfloat16.
         names.append("bfloat16")
-    return assumed_floor([*names, *(name for pair in found for name in pair)])[0]
+    return assumed_floor(names, casts)[0]
 
 
 def first_divergent(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
     measured = facts.kind <= GRAFTED
     grafted = facts.kind == GRAFTED
     differs = measured & (facts.differ > 0)
-    floor = floor_in_words(facts.dtypes, noise_floor)
+    floor = floor_of_facts(facts, noise_floor)
     at = first_divergent_of(facts, floor[0])
     if measured.any():
         parts.append(_first_sentence(facts, at, floor))
@@ -86,14 +86,14 @@ def not_compared(statuses: Mapping[str, int]) -> str:
 
 def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor by which these rows are judged, and its source in words."""
-    return floor_in_words(Facts(frame).dtypes, noise_floor)
+    return floor_of_facts(Facts(frame), noise_floor)
 
 
-def floor_in_words(dtypes: Iterable[object], noise_floor: float | None = None) -> tuple[float, str]:
-    """The given floor, or that for tensors of these dtypes, and its source in words."""
+def floor_of_facts(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
+    """The same for the facts of a frame."""
     if noise_floor is not None:
         return noise_floor, f"the floor {noise_floor:g}"
-    floor, dtype = assumed_floor(dtypes)
+    floor, dtype = assumed_floor(facts.dtypes, facts.casts)
     return floor, f"the floor {floor:g}, assumed for {dtype}"
 
 

@@ -96,6 +96,26 @@ def test_each_taps_addition_is_the_rounding_before_it() -> None:
     assert rows["y"].rel_l2 > rows["layers.1.x"].rel_l2
 
 
+def quantised(dtype: torch.dtype) -> None:
+    x = gl.tap("x", torch.linspace(0.5, 2.0, 1 << 14).to(dtype))
+    q = gl.tap("q", x.to(torch.float8_e4m3fn))
+    gl.tap("y", q.float() * 3)
+
+
+def test_where_both_sides_quantise_few_numbers_move() -> None:
+    """Otherwise the floor of the next tap would be the whole rounding of 8 bits, which hides most mistakes."""
+    found = graft(lambda: quantised(torch.float32))
+    assert by_name(found.added)["y"].rel_l2 == 0.0
+    rows = by_name(graft(lambda: quantised(torch.bfloat16)).added)
+    # One number in 16 moves by about 9 %.
+    assert 0.015 < rows["y"].rel_l2 < 0.03
+
+
+def test_where_one_side_quantises_alone_every_number_moves() -> None:
+    rows = by_name(graft(lambda: quantised(torch.float32), dtypes={"q": "float8_e4m3fn"}).added)
+    assert 0.07 < rows["y"].rel_l2 < 0.11
+
+
 def test_an_error_is_added_at_one_tap_and_not_inherited_by_the_next() -> None:
     def deep() -> None:
         x = torch.linspace(0.5, 2.0, 1000)

@@ -51,6 +51,27 @@ def test_a_difference_in_most_rows_is_not_excused_by_choices_in_few() -> None:
     assert in_few_rows["ratio"].item() < 5
 
 
+FP8 = "float8_e4m3fn"
+
+
+def test_a_tap_that_both_sides_quantise_may_differ_in_few_numbers() -> None:
+    rows = row("x", 0.0), row("q", 0.04, dtype=FP8), row("cast", 0.04, dtype="float32", cast=f"float32 -> {FP8}")
+    frame = added_frame(frame_of(*rows), {}).set_index("name")
+    assert frame["floor"]["q"] == pytest.approx(2.0**-14)
+    # A single number may still move by a whole unit.
+    assert frame["floor_max"]["q"] == frame["floor_max"]["cast"] == pytest.approx(3 * 2.0**-4)
+    assert frame["floor"]["cast"] == 2.0**-4
+
+
+def test_without_a_measured_floor_a_large_number_rounds_in_proportion_to_its_size() -> None:
+    """Nothing before the tap could be moved, for example because its input has 8 bits."""
+    ten = {"min_baseline": -10.0, "max_baseline": 3.0}
+    frame = added_frame(frame_of(row("x", 2e-8, **ten)), {"x": Floor(0.0, 0.0)})
+    assert frame["floor_max"].item() == pytest.approx(30 * EPS)
+    measured = added_frame(frame_of(row("x", 2e-8, **ten)), {"x": Floor(1e-8, 1e-8)})
+    assert measured["floor_max"].item() == pytest.approx(3 * EPS)
+
+
 def test_a_non_finite_tap_does_not_affect_a_floor() -> None:
     assert (
         pool([("q", 1e-6, 1e-6, 1.0, None), ("q", math.nan, math.nan, 1.0, None), ("q", math.inf, 1.0, 1.0, None)])[
