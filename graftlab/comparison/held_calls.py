@@ -462,8 +462,11 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     named = {*findings.named} - {*findings.rounding.groups}
     if named or findings.unexplained or findings.data or findings.following:
         return "differ"
-    if findings.raised or findings.inconclusive or findings.rounding.is_doubtful(findings.in_float32):
+    if findings.raised or findings.inconclusive:
         # Nothing was judged, so that nothing is named proves nothing.
+        return "inconclusive"
+    if findings.quantised or findings.rounding.is_doubtful(findings.in_float32):
+        # There is room for a mistake.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned
     if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):

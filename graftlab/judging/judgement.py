@@ -76,6 +76,7 @@ from graftlab.verdict.outdated_pairs import (
     with_present_partners,
 )
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
+from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modules
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
@@ -145,6 +146,7 @@ class Naming:
     """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
     unseen: list[str]
     not_repeated: list[str]
+    quantised: QuantisedModules = field(default_factory=QuantisedModules)
     maybe_explained: list[str] = field(default_factory=list)
     """Sentences on differences for which the data may be the reason."""
     target_not_repeated: list[str] = field(default_factory=list)
@@ -219,9 +221,13 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
         causes, remarks = self._causes(evidence, naming, swaps)
+        quantised, explain_all = self._quantised(evidence, naming, swaps)
+        if explain_all:
+            naming.maybe_explained = []
+        unexplained += naming.quantised.factors(naming.frame, naming.named)
         # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
-            naming.data += naming.maybe_explained
+            (naming.data if naming.data_differs else quantised).extend(naming.maybe_explained)
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
@@ -271,6 +277,7 @@ class Judgement:
                 hints={**self._weights.hints, **hints},
                 remarks=remarks,
                 data=naming.data,
+                quantised=quantised,
                 inputs=naming.inputs,
                 # Jobs may have begun with different weights, so their weights are reported first.
                 weights=weights if of_functions else {},
@@ -415,7 +422,10 @@ class Judgement:
         compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
         unseen = not_in_twin(evidence.selves, self._runs.has_twin)
         to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
-        unseen += unseen_taps(compared, to_be_grafted, grafted, evidence.selves)
+        quantised = quantised_modules(compared, grafted, self._threshold)
+        # The scales were compared together with their weights.
+        others = compared[~compared["name"].isin(list(quantised.scales))] if len(compared) else compared
+        unseen += unseen_taps(others, to_be_grafted, grafted, evidence.selves)
         if self._weights.failure is not None:
             unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
         given = {*input_names(compared), *input_names(grafted)}
@@ -438,7 +448,14 @@ class Judgement:
             )
         if constant is None and not evidence.selves:
             constant, _ = floor_of(compared)
-        frame = added_frame(grafted, floors.of_groups(), compared=compared, constant=constant, own=floors.of_taps())
+        frame = added_frame(
+            grafted,
+            floors.of_groups(),
+            compared=compared,
+            constant=constant,
+            own=floors.of_taps(),
+            allowed=quantised.floors,
+        )
         frame, behind = judged_until_sketch(frame, grafted, self._threshold)
         unseen += [behind] if behind else []
         named = named_groups(frame, self._threshold)
@@ -468,6 +485,7 @@ class Judgement:
             any(not line.startswith(BEGINNINGS["param"]) for line in data) or bool(data and not self._weights),
             unseen,
             not_repeated,
+            quantised=quantised,
             job_remarks=job_remarks,
         )
 
@@ -515,7 +533,7 @@ class Judgement:
         if naming.clears:
             unexplained += written
             found = differences.no_tap_explains()
-            if naming.data_differs:
+            if naming.data_differs or naming.quantised.text:
                 # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]
                 found = []
@@ -616,12 +634,33 @@ class Judgement:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
+    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
+        """Sentences on quantised modules, with their effect if nothing is named; and whether that is all there is."""
+        found = [*naming.quantised.text]
+        groups = naming.quantised.outputs(naming.frame, naming.named)
+        output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
+        swappable = self._runs.request.explain and self._can_swap(evidence, naming)
+        if not groups or naming.named or output is None or not swappable or output.group in groups:
+            return found, False
+        measured = self._attempt("the swap of quantised modules", lambda: swaps.with_and_without(groups, output), None)
+        if measured is None:
+            return found, False
+        restored, total = measured
+        # The last tap of a model that is watched as a whole has this name.
+        name = "the output" if output.name == "output" else f"the output {output.name}"
+        now = "bit-equal" if restored == 0 else f"off by {restored:.2g}"
+        found.append(f"With the baseline's outputs there, {name} is {now}; with the target's it is off by {total:.2g}.")
+        return found, restored <= self._threshold * evidence.floors.of_output(output.group).rel_l2
+
     def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
         """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
-        found = RoundingGroups() if naming.not_repeated else rounds_differently(naming.frame, naming.named)
+        found = RoundingGroups()
+        if not naming.not_repeated:
+            found = rounds_differently(naming.frame, [*naming.named, *naming.quantised.outputs(naming.frame, ())])
         # A caller who gives the floor has chosen what may be added.
         if naming.clears and self._runs.request.constant_floor is None:
-            found = replace(found, stands_out=taps_that_stand_out(naming.frame))
+            others = ~naming.frame["name"].isin([*naming.quantised.floors, *naming.quantised.scaled])
+            found = replace(found, stands_out=taps_that_stand_out(naming.frame[others]))
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
         swappable = self._runs.request.explain and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):

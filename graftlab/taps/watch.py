@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from graftlab.base.quantisation import SCALE, scale_of
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
@@ -278,8 +279,10 @@ class _WeightTaps:
         if grafter.moment == self._shown_at:
             return
         self._shown_at = grafter.moment
-        for name, tensor in self._find().items():
-            handler.tap(name, tensor, None, {"kind": "param"})
+        tensors = self._find()
+        for name, tensor in tensors.items():
+            scale = scale_of(name, tensors)
+            handler.tap(name, tensor, None if scale is None else {SCALE: scale}, {"kind": "param"})
         # The first tap may have made this process a rank, with its own count of steps.
         grafter = taps.grafter()
         self._shown_at = None if grafter is None else grafter.moment

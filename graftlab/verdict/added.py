@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def added_frame(
     compared: pd.DataFrame | None = None,
     constant: float | None = None,
     own: Mapping[tuple[str, str | None], Floor] | None = None,
+    allowed: Mapping[str, Floor] = MappingProxyType({}),
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with the error added there.
 
@@ -44,7 +46,8 @@ def added_frame(
     whose differences are the ``error``. ``added`` and ``error`` are ``rel_l2``; ``ratio`` and ``error_ratio`` are the
     larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its floor. A
     group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and kind; one
-    replaces its group's if that pools unlike taps, see :func:`_floor_of`. ``constant`` replaces every floor.
+    replaces its group's if that pools unlike taps, see :func:`_floor_of`. ``allowed`` are the least floors of
+    values, by name. ``constant`` replaces every floor.
     Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` without a pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
@@ -68,6 +71,8 @@ def added_frame(
                 # Nothing before this tap was moved: each number rounds in proportion to its own size.
                 unit *= _largest_over_rms(row)
             floor = floor.at_least(least, unit)
+            if kind_of(row["tags"]) is None and (other := allowed.get(row["name"])) is not None:
+                floor = Floor(max(floor.rel_l2, other.rel_l2), max(floor.rel_max, other.rel_max))
         else:
             floor = Floor(constant, constant * 3)
         before = errors.get(_place(row))

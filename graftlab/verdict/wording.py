@@ -88,6 +88,8 @@ class Findings:
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
     """Sentences on differing data of both sides: inputs, weights, settings."""
+    quantised: Sequence[str] = ()
+    """Sentences on weights that one side alone has in 8 bits, and on what these explain."""
     inputs: Sequence[str] = ()
     """The groups that the sentences of ``data`` cover, mainly those of the model's inputs."""
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +155,7 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *findings.may_be_inherited, *_data(findings)]
+    before += [*jobs.first, *findings.may_be_inherited, *findings.quantised, *_data(findings)]
     # A function's own code may have computed the inputs of its model.
     before += lines_in_words(findings.lines, list(dict.fromkeys(findings.inputs)))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]

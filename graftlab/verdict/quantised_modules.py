@@ -1,0 +1,180 @@
+"""Modules whose weights one side alone has in 8 bits, and what that explains of the difference of their outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+
+from graftlab.base.quantisation import is_quantised, scale_names
+from graftlab.base.tap_groups import group_of, kind_of, numbers_in
+from graftlab.base.text import counted, first_of, listed, numbered
+from graftlab.base.world import SIDES
+from graftlab.diffs.rounding import cast_dtypes, roundoff
+from graftlab.rows.schema import MEASURED
+from graftlab.transforms.quantised import DEQUANTISED
+from graftlab.verdict.added import records
+from graftlab.verdict.floor import Floor
+
+_TIMES = 2.0
+"""An output is named if it adds more than this many times what the outputs of all such modules add (median)."""
+_FACTOR = 0.01
+"""Rounding to 8 bits has no preferred direction, so a factor further from 1 than this is none of its effects."""
+_SIGMAS = 4.0
+_OF_ROUNDING = 0.42
+"""The rel_l2 of rounding to the nearest float, in unit roundoffs: 1 / sqrt(3) over the mean size of a mantissa."""
+_OF_INTEGERS = 0.02
+"""The rel_l2 of rounding activations to 8-bit integers, with a scale for each token."""
+_MOST_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class QuantisedModules:
+    """Modules whose weights one side alone has in 8 bits.
+
+    ``floors`` are the least floors of their outputs, by name; ``text`` a sentence on the weights, and one on the
+    outputs. ``scaled`` are outputs that differ by a factor, in words, by name. ``scales`` are the names of the scales.
+    """
+
+    floors: Mapping[str, Floor] = field(default_factory=dict)
+    text: tuple[str, ...] = ()
+    scaled: Mapping[str, str] = field(default_factory=dict)
+    scales: Collection[str] = ()
+
+    def outputs(self, frame: pd.DataFrame, named: Collection[str]) -> list[str]:
+        """The groups of their outputs that differ, and are not named; ``frame`` is :func:`.added_frame`'s."""
+        differ = frame["name"].isin(list(self.floors)) & (frame["added"] > 0) & ~frame["group"].isin(list(named))
+        return list(dict.fromkeys(frame.loc[differ, "group"]))
+
+    def factors(self, frame: pd.DataFrame, named: Collection[str]) -> list[str]:
+        """Sentences on outputs that differ by a factor, and whose groups are not named."""
+        known = {row["name"] for row in records(frame[["name", "group"]]) if row["group"] not in named}
+        found = [words for name, words in self.scaled.items() if name in known]
+        if not found:
+            return []
+        return [f"From equal inputs, {listed(found, most=_MOST_SHOWN)}, which quantising does not explain."]
+
+
+def quantised_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The dtypes of a weight that one side alone has in 8 bits, before and after the conversion; or None."""
+    if kind_of(row["tags"]) != "param":
+        return None
+    for pair in cast_dtypes(row["cast"]):
+        codes = [is_quantised(dtype) for dtype in (getattr(torch, name, None) for name in pair) if dtype is not None]
+        if len(codes) == 2 and codes[0] != codes[1]:
+            return pair
+    return None
+
+
+def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> QuantisedModules:
+    """Find such modules, by their weights in ``compared``, and how far their outputs are apart in ``grafted``.
+
+    ``grafted`` are the rows of a run in which every tap had the baseline's values. An output is named above
+    ``threshold`` times its floor. One that differs by a factor has no such floor.
+    """
+    weights = [(row, pair) for row in _weights(compared) if (pair := quantised_pair(row)) is not None]
+    if not weights:
+        return QuantisedModules()
+    limits = {row["name"].rpartition(".")[0]: _limit(row, pair) for row, pair in weights}
+    outputs: dict[str, list[dict[str, Any]]] = {}
+    for row in records(grafted[grafted["status"].isin(MEASURED)]):
+        if kind_of(row["tags"]) is None and row["name"].partition("[")[0] in limits and row["rel_l2"] is not None:
+            outputs.setdefault(row["name"], []).append(row)
+    usual = median(row["rel_l2"] for rows in outputs.values() for row in rows) if outputs else 0.0
+    scaled = {
+        name: f"the target's {name} is {factor:.3g} times the baseline's"
+        for name, rows in outputs.items()
+        if (factor := next(filter(None, map(_factor, rows)), None))
+    }
+    allowed = {name: _TIMES * min(usual, limits[name.partition("[")[0]]) for name in outputs if name not in scaled}
+    scales = {each for row, _ in weights if row["aligned_by"] == DEQUANTISED for each in scale_names(row["name"])}
+    if not any(row["rel_l2"] for rows in outputs.values() for row in rows) and outputs:
+        # The other side has rounded its weights alike, and nothing else is quantised.
+        return QuantisedModules(scales=scales)
+    # The largest of many differences is several times their root mean square.
+    floors = {name: Floor(most / threshold, 3 * most / _TIMES) for name, most in allowed.items()}
+    return QuantisedModules(floors, tuple(_sentences(weights, outputs, allowed)), scaled, scales)
+
+
+def _weights(compared: pd.DataFrame) -> list[dict[str, Any]]:
+    if not len(compared):
+        return []
+    return records(compared[compared["status"].isin(MEASURED) & (compared["step"] == compared["step"].min())])
+
+
+def _limit(row: Mapping[str, Any], pair: tuple[str, str]) -> float:
+    """The largest difference that quantising may explain in a module's output: that of its weight and its input."""
+    codes = _codes(pair)
+    of_input = _OF_ROUNDING * roundoff(codes) or _OF_INTEGERS
+    of_weight = row["rel_l2"] if row["aligned_by"] == DEQUANTISED else of_input
+    return _TIMES * math.hypot(min(of_weight, most_by_rounding(codes)), of_input)
+
+
+def most_by_rounding(codes: str) -> float:
+    """The largest rel_l2 of a dequantised weight that its rounding to this dtype may explain.
+
+    Integers of 8 bits may hold numbers of 4.
+    """
+    return roundoff(codes) or 0.15
+
+
+def is_wrongly_quantised(row: Mapping[str, Any], pair: tuple[str, str]) -> bool:
+    """Whether a dequantised weight differs by more than rounding to 8 bits, or by a factor."""
+    if row["nonfinite_differ"] or row["rel_l2"] > most_by_rounding(_codes(pair)):
+        return True
+    return _factor(row) is not None
+
+
+def _factor(row: Mapping[str, Any]) -> float | None:
+    """The factor by which the sides differ, beside differences of no preferred direction; None if it may be 1."""
+    squares = [row[f"mean_{side}"] ** 2 + row[f"std_{side}"] ** 2 for side in SIDES]
+    if not all(squares) or row["cosine"] is None:
+        return None
+    factor = row["cosine"] * math.sqrt(squares[1] / squares[0])
+    is_near = abs(factor - 1) <= max(_FACTOR, _SIGMAS * row["rel_l2"] / math.sqrt(row["numel"]))
+    return None if is_near else factor
+
+
+def _codes(pair: tuple[str, str]) -> str:
+    return next(name for name in pair if is_quantised(getattr(torch, name)))
+
+
+def _sentences(
+    weights: Sequence[tuple[dict[str, Any], tuple[str, str]]],
+    outputs: Mapping[str, Sequence[Mapping[str, Any]]],
+    allowed: Mapping[str, float],
+) -> list[str]:
+    """What is quantised, how far that moves the outputs of its modules, and what cannot be seen."""
+    side = SIDES[1 if is_quantised(getattr(torch, weights[0][1][1])) else 0]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row, _ in weights:
+        groups.setdefault(group_of(row["name"]), []).append(row)
+    words = [f"{group}{_layers(rows)}" for group, rows in groups.items()]
+    other = next(each for each in SIDES if each != side)
+    known = [row["rel_l2"] for row, _ in weights if row["aligned_by"] == DEQUANTISED]
+    how = f"times their scales they differ from the {other}'s by at most {max(known):.2g} (rel_l2)" if known else ""
+    if len(known) < len(weights):
+        of_some = f"of {len(weights) - len(known)} " if known else ""
+        how += f"{'; ' if how else ''}the values {of_some}are not compared, because no scale was found"
+    codes = " and ".join(dict.fromkeys(_codes(pair) for _, pair in weights))
+    found = [f"The {side}'s weights are quantised to {codes}: {first_of(words, _MOST_SHOWN)}; {how}."]
+    within = {name: [row["rel_l2"] for row in outputs[name]] for name in allowed}
+    within = {name: sizes for name, sizes in within.items() if max(sizes) <= allowed[name]}
+    sizes = [size for each in within.values() for size in each]
+    if sizes:
+        found.append(
+            f"From equal inputs, {len(within)} of {counted(len(outputs), 'output')} of such modules differ by "
+            f"{min(sizes):.2g} to {max(sizes):.2g}. Quantising explains up to {max(allowed.values()):.2g}; a mistake "
+            "within that is not seen."
+        )
+    return found
+
+
+def _layers(rows: Sequence[Mapping[str, Any]]) -> str:
+    layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
+    return f" in {numbered('layer', layers)}" if layers else ""

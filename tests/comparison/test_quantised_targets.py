@@ -1,0 +1,139 @@
+"""A target whose weights have 8 bits, beside a baseline in bfloat16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import graftlab as gl
+
+IDS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+BLOCK = 32
+
+
+class Quantised(nn.Module):
+    """A linear layer of float8 weights in blocks, with a scale for each token's groups, or of int8 weights alone."""
+
+    def __init__(self, linear: nn.Linear, wrong: str) -> None:
+        super().__init__()
+        w, self.wrong = linear.weight.detach().float(), wrong
+        blocks = w.view(w.shape[0] // BLOCK, BLOCK, w.shape[1] // BLOCK, BLOCK)
+        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        self.register_buffer("weight", (blocks / scale).view_as(w).to(torch.float8_e4m3fn))
+        scale = scale.flatten(0, 1).flatten(1) * (2 if wrong == "stored scale" else 1)
+        self.register_buffer("weight_scale_inv", scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.weight_scale_inv.shape
+        factors = {"factor": 1.02, "scale": 1.5, "stored scale": 0.5}.get(self.wrong, 1.0)
+        scale = self.weight_scale_inv * torch.where(torch.arange(rows)[:, None] < 1, factors, 1.0)
+        if self.wrong in ("factor", "stored scale"):
+            scale = self.weight_scale_inv * (factors if self.wrong == "factor" else 1.0)
+        groups = x.float().unflatten(-1, (columns, BLOCK))
+        largest = groups.abs().amax(-1, keepdim=True) / 448
+        x8 = ((groups / largest).to(torch.float8_e4m3fn).float() * largest).flatten(-2)
+        w = self.weight.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return (x8 @ w.T).to(x.dtype)
+
+
+class Rounded(nn.Module):
+    """A linear layer of int8 weights. Their scale is a power of two, so that bfloat16 holds the products."""
+
+    def __init__(self, linear: nn.Linear, wrong: str) -> None:
+        super().__init__()
+        self.register_buffer("weight_scale", torch.tensor(2.0**-9))
+        self.register_buffer("weight", (linear.weight.detach().float() * 2**9).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight_scale.to(x.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(50, 64), nn.LayerNorm(64)
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def model(kind: type[nn.Module] | None = None, wrong: str = "", is_rounded: bool = False) -> nn.Module:
+    """The model with layers of this ``kind``, of which the last but one ``down`` is ``wrong``."""
+    torch.manual_seed(0)
+    found = Model().bfloat16().eval()
+    for number, layer in enumerate(found.layers):
+        for name in ("up", "down"):
+            linear = getattr(layer, name)
+            if is_rounded:
+                linear.weight.data = (linear.weight.data * 2**9).round() * 2**-9
+            if kind is not None:
+                setattr(layer, name, kind(linear, wrong if (number, name) == (2, "down") else ""))
+    return found
+
+
+def compared(*sides: partial[nn.Module]) -> tuple[str, str]:
+    comparison = gl.compare(*sides, IDS)
+    with comparison.session:
+        return comparison.answer, comparison.text
+
+
+@pytest.mark.ranks
+def test_what_quantising_explains_is_neither_blamed_nor_cleared() -> None:
+    answer, text = compared(partial(model), partial(model, Quantised))
+    assert answer == "inconclusive", text
+    assert text.startswith("The target's weights are quantised to float8_e4m3fn: ")
+    assert "times their scales they differ from the baseline's by at most 0.02" in text
+    assert "From equal inputs, 8 of 8 outputs of such modules differ by " in text
+    assert "a mistake within that is not seen." in text
+    assert "With the baseline's outputs there, the output is bit-equal; with the target's it is off by " in text
+    assert "computed differently" not in text
+    assert "weight_scale_inv" not in text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            "factor",
+            "the target's layers.2.down is 1.02 times the baseline's, which quantising does not explain.",
+        ),
+        ("scale", "layers.*.down is computed differently in layer 2 of 0-3 ("),
+        ("stored scale", "with weights that already differ: layers.*.down.weight in layer 2 (rel_l2 "),
+    ],
+)
+def test_what_quantising_does_not_explain_is_named(wrong: str, said: str) -> None:
+    answer, text = compared(partial(model), partial(model, Quantised, wrong))
+    assert answer == "differ", text
+    assert said in text
+    assert "From equal inputs, 7 of 8 outputs of such modules differ by " in text
+
+
+@pytest.mark.ranks
+def test_weights_that_were_rounded_alike_agree() -> None:
+    answer, text = compared(partial(model, is_rounded=True), partial(model, Rounded, is_rounded=True))
+    assert answer == "agree", text
+    assert "quantised" not in text
+
+
+@pytest.mark.ranks
+def test_a_quantised_baseline_is_reported_as_such() -> None:
+    answer, text = compared(partial(model, Quantised), partial(model))
+    assert answer == "inconclusive", text
+    assert text.startswith("The baseline's weights are quantised to float8_e4m3fn: ")

@@ -1,0 +1,113 @@
+"""What quantised weights explain of the difference of their modules' outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from graftlab.rows.schema import Row
+from graftlab.rows.store import to_frame
+from graftlab.verdict.model_data import differing_data, weights_to_lend
+from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modules
+
+FP8 = "bfloat16 -> float8_e4m3fn"
+
+
+def row(name: str, rel_l2: float, *, kind: str | None = None, factor: float = 1.0, **more: Any) -> Row:
+    """Values with a standard deviation of 1, and a target that is ``factor`` times them, beside noise."""
+    given: dict[str, Any] = {
+        **{
+            "dtype": "bfloat16",
+            "shape": [4096],
+            "numel": 4096,
+            "rel_l2": rel_l2,
+            "max_abs": rel_l2,
+            "mean_abs": rel_l2,
+        },
+        **{"mean_baseline": 0.0, "std_baseline": 1.0, "mean_target": 0.0, "std_target": factor, "cosine": 1.0},
+        **{"min_baseline": -3.0, "max_baseline": 3.0, "nonfinite_baseline": 0, "nonfinite_differ": 0},
+        **more,
+    }
+    tags = {"name": name, **({} if kind is None else {"kind": kind})}
+    return Row(0, 0, 1, name, tags, "b2t", "target", 0, given.pop("status", "compared"), [0], **given)
+
+
+def weight(layer: int, rel_l2: float = 0.026, **more: Any) -> Row:
+    given = {"cast": FP8, "aligned_by": "dequantised", "dtype": "float8_e4m3fn", **more}
+    return row(f"layers.{layer}.up.weight", rel_l2, kind="param", **given)
+
+
+def found(weights: list[Row], outputs: list[Row]) -> QuantisedModules:
+    return quantised_modules(to_frame(weights), to_frame(outputs), 5.0)
+
+
+def test_outputs_up_to_twice_their_median_are_not_named() -> None:
+    outputs = [row(f"layers.{n}.up", 0.11 if n == 2 else 0.036, status="grafted") for n in range(4)]
+    modules = found([weight(n) for n in range(4)], [*outputs, row("layers.0.norm", 0.5, status="grafted")])
+    assert {name: floor.rel_l2 for name, floor in modules.floors.items()} == {
+        f"layers.{n}.up": pytest.approx(2 * 0.036 / 5) for n in range(4)
+    }
+    assert modules.text[1].startswith("From equal inputs, 3 of 4 outputs of such modules differ by 0.036 to 0.036.")
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        # The weight's own distance, and as much again for the activations.
+        ({"rel_l2": 0.02}, 4 * (0.02**2 + (0.42 / 16) ** 2) ** 0.5),
+        ({"rel_l2": 0.5}, 4 * (1 / 16**2 + (0.42 / 16) ** 2) ** 0.5),
+        ({"rel_l2": 4e3, "aligned_by": None}, 4 * 2**0.5 * 0.42 / 16),
+        ({"rel_l2": 0.005, "cast": "float32 -> int8"}, 4 * (0.005**2 + 0.02**2) ** 0.5),
+    ],
+)
+def test_alike_mistakes_in_all_outputs_are_not_taken_for_quantising(given: dict[str, Any], most: float) -> None:
+    outputs = [row(f"layers.{n}.up", 0.9, status="grafted") for n in range(4)]
+    floors = found([weight(n, **given) for n in range(4)], outputs).floors
+    assert floors["layers.0.up"].rel_l2 == pytest.approx(most / 5)
+
+
+def test_an_output_that_differs_by_a_factor_is_named_in_words_and_allowed_nothing() -> None:
+    outputs = [row(f"layers.{n}.up", 0.04, factor=1.02 if n == 1 else 1.005, status="grafted") for n in range(3)]
+    modules = found([weight(n) for n in range(3)], outputs)
+    assert list(modules.floors) == ["layers.0.up", "layers.2.up"]
+    frame = pd.DataFrame({"name": ["layers.0.up", "layers.1.up"], "group": "layers.*.up", "added": [0.1, 0.0]})
+    assert modules.factors(frame, ()) == [
+        "From equal inputs, the target's layers.1.up is 1.02 times the baseline's, which quantising does not explain."
+    ]
+    assert modules.factors(frame, ["layers.*.up"]) == []
+    assert modules.outputs(frame, ()) == ["layers.*.up"]
+    assert modules.outputs(frame, ["layers.*.up"]) == modules.outputs(frame.assign(added=0.0), ()) == []
+    # In few numbers, a factor may be chance.
+    few = [row("layers.0.up", 0.04, factor=1.02, numel=16, status="grafted")]
+    assert found([weight(0)], few).scaled == {}
+
+
+def test_nothing_is_quantised_where_both_sides_or_neither_have_8_bits() -> None:
+    outputs = [row("layers.0.up", 0.04, status="grafted")]
+    for cast in (None, "float32 -> bfloat16", "float8_e5m2 -> float8_e4m3fn"):
+        assert found([weight(0, cast=cast)], outputs) == QuantisedModules()
+    assert found([row("layers.0.up.weight", 0.1, cast=FP8)], outputs) == QuantisedModules()
+
+
+def test_equal_outputs_of_equal_weights_need_no_words() -> None:
+    modules = found([weight(0, 0.0)], [row("layers.0.up", 0.0, status="grafted")])
+    assert (modules.floors, modules.text) == ({}, ())
+    assert "layers.0.up.weight_scale" in modules.scales
+
+
+def test_codes_without_a_scale_are_not_compared_and_said_to_be_so() -> None:
+    weights = [weight(0, 4e3, aligned_by=None), weight(1)]
+    modules = found(weights, [])
+    assert "; times their scales they differ from the baseline's by at most 0.026 (rel_l2); " in modules.text[0]
+    assert modules.text[0].endswith("the values of 1 are not compared, because no scale was found.")
+    assert "layers.0.up.scale" not in modules.scales
+    assert differing_data(to_frame(weights), 5.0) == []
+
+
+def test_a_wrong_scale_is_a_difference_of_weights_that_cannot_be_lent() -> None:
+    weights = to_frame([weight(0, 0.36), weight(1, 0.033, factor=1.02), weight(2), weight(3, 0.03, nonfinite_differ=1)])
+    (sentence,) = differing_data(weights, 5.0)
+    assert sentence.startswith("The weights already differ: layers.*.up.weight in layers 0-1, 3 (")
+    assert weights_to_lend(weights, 5.0) == []
