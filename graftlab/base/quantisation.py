@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -41,22 +42,27 @@ def _beside(name: str, *others: str) -> list[str]:
     return [f"{owner}{dot}{each.format(leaf)}" for each in others]
 
 
-def dequantised(codes: torch.Tensor, scale: torch.Tensor, near: torch.Tensor) -> torch.Tensor | None:
-    """Return float32 values: codes times their scale, or over it if that is nearer to ``near``, of the same shape.
+def by_extras(shown: torch.Tensor, extras: Any) -> torch.Tensor:
+    """Return what a tensor of codes stands for, in float32, if its tap's extras have a scale that fits; or the tensor.
 
-    Some publishers store the factor of a conversion, others that of its reversal. A scale is one number, one for each
-    index of the first dimension, or one for each block. None if its shape does not fit.
+    A scale is one number, one for each index of the first dimension, or one for each block. Some publishers store the
+    factor of the conversion instead of that of its reversal. Weights are smaller than their codes, so a scale above 1
+    divides.
     """
-    factors = _expanded(scale.to(codes.device), codes.shape)
+    scale = extras.get(SCALE) if isinstance(extras, Mapping) else None
+    if not isinstance(scale, torch.Tensor) or not is_quantised(shown.dtype):
+        return shown
+    factors = _expanded(scale.detach().to(shown.device), shown.shape)
     if factors is None:
-        return None
-    plain, values = codes.float(), near.to(codes.device).float()
-    return min((plain * factors, plain / factors), key=lambda each: _distance(each, values))
+        return shown
+    is_of_conversion = bool(factors.abs().mean() > 1)
+    return shown.detach().float() / factors if is_of_conversion else shown.detach().float() * factors
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    found = float((one - other).square().sum())
-    return found if found == found else float("inf")
+def weight_extras(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Return the extras of the tap of a weight: the scale of one of 8 bits."""
+    scale = scale_of(name, tensors)
+    return None if scale is None else {SCALE: scale}
 
 
 def _expanded(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from graftlab.base.quantisation import is_quantised
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import Contradiction, first_taps, odd_layouts, other_roles, uncovered
@@ -247,7 +248,14 @@ def rounded_to(baseline: RecordedTap, target: RecordedTap, pair: Pair) -> str | 
 
 def _rounding(*dtypes: torch.dtype) -> float:
     """The largest relative L2 between a parameter and its copy in the coarser of two dtypes."""
-    return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
+    return max(map(_rounding_of, dtypes))
+
+
+def _rounding_of(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return torch.finfo(dtype).eps
+    # Codes of 8 bits, with a scale for each row or block.
+    return 0.02 if is_quantised(dtype) else 0.0
 
 
 def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:

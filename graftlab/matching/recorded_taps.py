@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlab.base.quantisation import by_extras
 from graftlab.base.tags import identity, name_with
 from graftlab.diffs.measure import measure
 from graftlab.matching.sketch import Elements, Sketch, Values, flat_elements, sketch_of
@@ -108,6 +109,7 @@ class SketchRecorder:
                 "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, not a tensor"
             )
             return value
+        shown = by_extras(shown, extras)
         given = {**dict(ambient.get()), **tags}
         full = name_with(name, dict(identity({**given, "name": name}).tags))
         count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0

@@ -78,6 +78,7 @@ def with_weights(
         tap.forget()
     unmatched = [{name: why.replace(" tap ", " weight ") for name, why in left.items()} for left in matcher.unmatched()]
     places = {tap.name: place for place, tap in enumerate(target)}
+    proposal = _with_outputs_of_parts(proposal, matcher, baseline, target)
     found = _joined(proposal, matcher.pairs, unmatched, names)
     return replace(
         found,
@@ -195,6 +196,49 @@ def _by_the_first_rule(rules: Sequence[Rule], pair: Pair) -> Pair:
         note = f"as in {rule.seen} other layers, because the weights of {pair.target} are {what}"
         return replace(pair, baseline=baseline, layout=usual, sureness="rule", rel=None, note=note)
     return pair
+
+
+def _with_outputs_of_parts(
+    proposal: Proposal, matcher: Matcher, baseline: Sequence[RecordedTap], target: Sequence[RecordedTap]
+) -> Proposal:
+    """The proposal, with the outputs of fused modules paired as the rows of their weights are.
+
+    Their values need not match: the weights may be quantised, or the code wrong.
+    """
+    sides = {"baseline": baseline, "target": target}
+    outputs = {side: {tap.name: tap for tap in taps if not is_data(tap.tags)} for side, taps in sides.items()}
+    found: list[Pair] = []
+    for pair in _by_value(matcher):
+        if len(pair.layout.steps) != 1 or not isinstance(part := pair.layout.steps[0], Part) or part.dim != 0:
+            continue
+        weights = matcher.baseline[pair.baseline], matcher.target[pair.target]
+        modules = module_of(pair.baseline), module_of(pair.target)
+        left = proposal.unmatched_baseline, proposal.unmatched_target
+        for name, tap in outputs["target"].items():
+            other = outputs["baseline"].get(modules[0] + name.removeprefix(modules[1]))
+            if other is None or TapCallName.of(name).name != modules[1]:
+                continue
+            # A side with the whole is paired several times.
+            lack = [other.name in left[0], name in left[1]]
+            if not lack[pair.whole == "baseline"] or other.shape[:-1] != tap.shape[:-1]:
+                continue
+            if all(each.shape[-1:] == weight.shape[:1] for each, weight in zip((other, tap), weights, strict=True)):
+                layout = Layout((replace(part, dim=-1),))
+                note = f"as {pair.target} has the rows of {pair.baseline}"
+                found.append(Pair(other.name, name, layout, pair.whole, "rule", None, note))
+    if not found:
+        return proposal
+    return replace(
+        proposal,
+        pairs=(*proposal.pairs, *found),
+        unmatched_baseline=_without(proposal.unmatched_baseline, (pair.baseline for pair in found)),
+        unmatched_target=_without(proposal.unmatched_target, (pair.target for pair in found)),
+    )
+
+
+def _without(unmatched: Mapping[str, str], paired: Iterable[str]) -> dict[str, str]:
+    left = {*paired}
+    return {name: why for name, why in unmatched.items() if name not in left}
 
 
 def _is_like(rule: Rule, pair: Pair) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from graftlab.base.quantisation import by_extras, scale_names, weight_extras
+from graftlab.base.text import first_of
+from graftlab.base.world import SIDES
 from graftlab.errors import MatchError
 from graftlab.layouts import Layout, Part, Rearrange, Scale, Step
 from graftlab.matching.converting import converter
@@ -69,16 +72,17 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     and a bias of different layouts, scaling, rounding, and parameters left at their initial values.
 
     A change that all layers share is not a contradiction: rows permuted alike in all layers, as between two conventions
-    of rotary embedding, are a notice. Entries that are not tensors are left out. Raises :class:`MatchError` for an
-    argument that is neither a mapping of tensors nor a module.
+    of rotary embedding, are a notice. Weights of 8 bits are compared times their scales. Entries that are not tensors
+    are left out. Raises :class:`MatchError` for an argument that is neither a mapping of tensors nor a module.
 
     >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
     >>> match = gl.match_weights({"q": q, "k": k}, {"qk": torch.cat([q, k])})
     >>> match.clean, len(match.pairs)
     (True, 2)
     """
-    states = _state(baseline, "baseline"), _state(target, "target")
-    mine, theirs = (_items(state) for state in states)
+    given = _state(baseline, "baseline"), _state(target, "target")
+    states = _dequantised(given[0]), _dequantised(given[1])
+    mine, theirs = (_items(state, codes) for state, codes in zip(states, given, strict=True))
     matcher = Matcher(mine, theirs, None, None, LIMIT)
     matcher.match_equals()
     matcher.match_parts()
@@ -95,7 +99,7 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
         {name: why.replace(" tap ", " parameter ") for name, why in unmatched_baseline.items()},
         {name: why.replace(" tap ", " parameter ") for name, why in unmatched_target.items()},
         tuple(mistakes_of(pairs, matcher.baseline, matcher.target)),
-        tuple(notices_of(pairs, matcher.baseline, matcher.target)),
+        (*notices_of(pairs, matcher.baseline, matcher.target), *_quantised(given, states)),
         {(side, name): tuple(value.shape) for side, state in sides.items() for name, value in state.items()},
         {(side, name): value.dtype for side, state in sides.items() for name, value in state.items()},
     )
@@ -130,8 +134,34 @@ def _state(given: State, side: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _items(state: Mapping[str, Tensor]) -> list[RecordedTap]:
-    return [RecordedTap.of(name, value, order=order) for order, (name, value) in enumerate(state.items())]
+def _dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state with the values of weights of 8 bits in place of their codes, and without their scales."""
+    found: dict[str, Tensor] = {}
+    scales: set[str] = set()
+    for name, value in state.items():
+        found[name] = by_extras(value, weight_extras(name, state))
+        if found[name] is not value:
+            scales.update(scale_names(name))
+    return {name: value for name, value in found.items() if name not in scales}
+
+
+def _quantised(given: tuple[dict[str, Tensor], ...], states: tuple[dict[str, Tensor], ...]) -> list[str]:
+    """A sentence on each side with weights of 8 bits."""
+    found = []
+    for side, before, after in zip(SIDES, given, states, strict=True):
+        names = [name for name, value in after.items() if value is not before[name]]
+        if names:
+            found.append(
+                f"weights of the {side} are quantised ({first_of(names)}), and were compared times their scales; the "
+                "converter gives such values in full precision"
+            )
+    return found
+
+
+def _items(state: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> list[RecordedTap]:
+    """The parameters, with the dtypes of ``codes``, whose rounding they have."""
+    taps = [RecordedTap.of(name, value, order=order) for order, (name, value) in enumerate(state.items())]
+    return [replace(tap, dtype=codes[tap.name].dtype) for tap in taps]
 
 
 # ---- parameters whose own values are not enough ---------------------------------------------------------------------

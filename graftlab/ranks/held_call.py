@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from graftlab.base.quantisation import weight_extras
 from graftlab.diffs.results import NamedTensors, is_written, named_tensors, value_in_words, written_path
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
@@ -282,9 +283,10 @@ class HeldCall:
         self._restore()
         handler = tap_handler()
         for prefix, model in self._models.items():
-            for name, weight in weights_of(model, prefix, _every, _none).items():
+            weights = weights_of(model, prefix, _every, _none)
+            for name, weight in weights.items():
                 if handler is not None:
-                    handler.tap(name, weight, None, {"kind": "param"})
+                    handler.tap(name, weight, weight_extras(name, weights), {"kind": "param"})
         self._snapshot = self._narrow_snapshot = self._taken()
 
     def drop_backward(self) -> None:

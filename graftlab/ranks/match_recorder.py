@@ -155,7 +155,7 @@ class _MatchRecorder(SketchRecorder):
             self.skipped[name] = own
             return value
         before = self.count
-        super().tap(name, own, None, tags)
+        super().tap(name, own, extras, tags)
         if self.count == before:
             return value
         recorded = self.newest

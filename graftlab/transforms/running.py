@@ -18,9 +18,8 @@ from graftlab.base.tensor_bytes import as_bytes
 from graftlab.diffs.measure import DiffStats, measure
 from graftlab.errors import TransformError
 from graftlab.transforms.align import align_by_request
-from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome, Transform, dtype_name
-from graftlab.transforms.quantised import by_scale
+from graftlab.transforms.quantised import by_values
 
 
 def run_transform(transform: Transform | None, graft_input: GraftTransformInput) -> Outcome:
@@ -37,7 +36,7 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
     """
     with torch.no_grad():
         if transform is None:
-            return _fitted(by_scale(by_layout(graft_input), graft_input), graft_input.target)
+            return _fitted(by_values(graft_input), graft_input.target)
         if transform is align_by_request:
             return _fitted(align_by_request(graft_input), graft_input.target)
         target = graft_input.target

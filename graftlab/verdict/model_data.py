@@ -14,10 +14,9 @@ from graftlab.base.tap_groups import group_of, is_data, is_output, kind_of, numb
 from graftlab.base.text import first_of, listed, numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.transforms.quantised import DEQUANTISED
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SettingsDifference
-from graftlab.verdict.quantised_modules import is_wrongly_quantised, quantised_pair
+from graftlab.verdict.quantised_modules import is_dequantised, is_wrongly_quantised, quantised_pair
 
 BEGINNINGS = {
     "input": "The inputs already differ",
@@ -283,7 +282,7 @@ def _kind(row: Mapping[str, Any]) -> str:
 def _differs(row: Mapping[str, Any], threshold: float) -> bool:
     if (pair := quantised_pair(row)) is not None:
         # Codes without their scale are no values.
-        return row["aligned_by"] == DEQUANTISED and is_wrongly_quantised(row, pair)
+        return is_dequantised(row) and is_wrongly_quantised(row, pair)
     if row["nonfinite_differ"]:
         return True
     distance, rounding = row["rel_l2"], roundoff(coarser_dtype(row))

@@ -71,6 +71,11 @@ def quantised_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+def is_dequantised(row: Mapping[str, Any]) -> bool:
+    """Whether a row compares the values that codes stand for."""
+    return DEQUANTISED in (row["aligned_by"] or "")
+
+
 def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> QuantisedModules:
     """Find such modules, by their weights in ``compared``, and how far their outputs are apart in ``grafted``.
 
@@ -92,7 +97,8 @@ def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: 
         if (factor := next(filter(None, map(_factor, rows)), None))
     }
     allowed = {name: _TIMES * min(usual, limits[name.partition("[")[0]]) for name in outputs if name not in scaled}
-    scales = {each for row, _ in weights if row["aligned_by"] == DEQUANTISED for each in scale_names(row["name"])}
+    own_names = {name for row, _ in weights if is_dequantised(row) for name in _own_names(row)}
+    scales = {each for name in own_names for each in scale_names(name)}
     if not any(row["rel_l2"] for rows in outputs.values() for row in rows) and outputs:
         # The other side has rounded its weights alike, and nothing else is quantised.
         return QuantisedModules(scales=scales)
@@ -107,11 +113,16 @@ def _weights(compared: pd.DataFrame) -> list[dict[str, Any]]:
     return records(compared[compared["status"].isin(MEASURED) & (compared["step"] == compared["step"].min())])
 
 
+def _own_names(row: Mapping[str, Any]) -> set[str]:
+    """The names of a tap on both sides."""
+    return {row["name"], row.get("baseline_name") or row["name"], row.get("target_name") or row["name"]}
+
+
 def _limit(row: Mapping[str, Any], pair: tuple[str, str]) -> float:
     """The largest difference that quantising may explain in a module's output: that of its weight and its input."""
     codes = _codes(pair)
     of_input = _OF_ROUNDING * roundoff(codes) or _OF_INTEGERS
-    of_weight = row["rel_l2"] if row["aligned_by"] == DEQUANTISED else of_input
+    of_weight = row["rel_l2"] if is_dequantised(row) else of_input
     return _TIMES * math.hypot(min(of_weight, most_by_rounding(codes)), of_input)
 
 
@@ -156,7 +167,7 @@ def _sentences(
         groups.setdefault(group_of(row["name"]), []).append(row)
     words = [f"{group}{_layers(rows)}" for group, rows in groups.items()]
     other = next(each for each in SIDES if each != side)
-    known = [row["rel_l2"] for row, _ in weights if row["aligned_by"] == DEQUANTISED]
+    known = [row["rel_l2"] for row, _ in weights if is_dequantised(row)]
     how = f"times their scales they differ from the {other}'s by at most {max(known):.2g} (rel_l2)" if known else ""
     if len(known) < len(weights):
         of_some = f"of {len(weights) - len(known)} " if known else ""

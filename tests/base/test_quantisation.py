@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graftlab.base.quantisation import dequantised, is_quantised, scale_of
+from graftlab.base.quantisation import SCALE, by_extras, is_quantised, scale_of
 
 FP8 = torch.float8_e4m3fn
 VALUES = torch.randn(48, 80, generator=torch.Generator().manual_seed(0))
@@ -42,22 +42,21 @@ def test_each_number_is_multiplied_by_the_scale_of_its_block(
     shape: tuple[int, ...], block: tuple[int, int], inverse: bool
 ) -> None:
     """Blocks at the end may be smaller: 48 are one and a half blocks of 32."""
-    scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    scale = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5) / 100
     places = torch.arange(48)[:, None] // block[0], torch.arange(80)[None] // block[1]
     each = scale if scale.numel() == 1 else scale.view(len(scale), -1)[places]
     codes = (VALUES / each).to(FP8)
-    found = dequantised(codes, 1 / scale if inverse else scale, VALUES)
-    assert found is not None
+    found = by_extras(codes, {SCALE: 1 / scale if inverse else scale})
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, codes.float() * each)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (80,), (48, 80, 1), (0, 1), (7, 1)])
 def test_a_scale_of_another_shape_does_not_fit(shape: tuple[int, ...]) -> None:
-    assert dequantised(VALUES.to(FP8), torch.ones(shape), VALUES) is None
+    codes = VALUES.to(FP8)
+    assert by_extras(codes, {SCALE: torch.ones(shape)}) is codes
 
 
-def test_a_scale_that_is_not_finite_is_still_used() -> None:
-    found = dequantised(VALUES.to(FP8), torch.tensor(torch.nan), VALUES)
-    assert found is not None
-    assert found.isnan().all()
+def test_other_tensors_and_extras_stay_as_they_are() -> None:
+    for shown, extras in ((VALUES, {SCALE: torch.ones(1)}), (VALUES.to(FP8), None), (VALUES.to(FP8), {SCALE: 2.0})):
+        assert by_extras(shown, extras) is shown

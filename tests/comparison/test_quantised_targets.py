@@ -60,6 +60,26 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Gated(nn.Module):
+    """A block of two gates, which ``fuse`` makes one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.gate_up: nn.Module | None = None
+
+    def fuse(self, wrong: str) -> None:
+        fused = nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
+        fused.weight.data = torch.cat([self.gate.weight.data, self.up.weight.data])
+        self.gate_up = Quantised(fused, wrong)
+        del self.gate, self.up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        gate, up = (self.gate(y), self.up(y)) if self.gate_up is None else self.gate_up(y).chunk(2, -1)
+        return x + nn.functional.silu(gate) * up
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +104,16 @@ def model(kind: type[nn.Module] | None = None, wrong: str = "", is_rounded: bool
                 linear.weight.data = (linear.weight.data * 2**9).round() * 2**-9
             if kind is not None:
                 setattr(layer, name, kind(linear, wrong if (number, name) == (2, "down") else ""))
+    return found
+
+
+def gated(fused: bool = False, wrong: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    found = Model()
+    found.layers = nn.ModuleList([Gated() for _ in range(4)])
+    found = found.bfloat16().eval()
+    for number, layer in enumerate(found.layers if fused else ()):
+        layer.fuse(wrong if number == 2 else "")
     return found
 
 
@@ -137,3 +167,16 @@ def test_a_quantised_baseline_is_reported_as_such() -> None:
     answer, text = compared(partial(model, Quantised), partial(model))
     assert answer == "inconclusive", text
     assert text.startswith("The baseline's weights are quantised to float8_e4m3fn: ")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("wrong", "answer", "count"), [("", "inconclusive", 8), ("factor", "differ", 6)])
+def test_a_fused_and_quantised_module_is_compared_with_its_parts(wrong: str, answer: str, count: int) -> None:
+    found, text = compared(partial(gated), partial(gated, True, wrong))
+    assert found == answer, text
+    assert f"From equal inputs, {count} of 8 outputs of such modules differ by " in text
+    assert "Not checked" not in text
+    if wrong:
+        assert (
+            "layers.2.gate is 1.02 times" in text or "layers.*.gate is computed differently in layer 2 of 0-3" in text
+        )

@@ -201,3 +201,25 @@ def test_keys_in_another_order_than_queries_are_named_once_for_all_layers() -> N
 def _sure(found: Proposal) -> list[tuple[str, str, str]]:
     plain = [(pair.baseline.partition("[")[0], pair.target.partition("[")[0], pair.sureness) for pair in found.pairs]
     return [each for each in plain if "weight" in each[1]]
+
+
+@pytest.mark.parametrize("wrong", ["", "rows", "leading", "paired", "other module"])
+def test_outputs_of_a_fused_module_are_paired_as_the_rows_of_its_weight(wrong: str) -> None:
+    """The values need not match, as where the fused weight is quantised."""
+    q, k = drawn(4, 6), drawn(8, 6, seed=1)
+    target = [*weights(qk_weight=torch.cat([q, k]) * 1.001), RecordedTap.of("qk#1", drawn(2, 3, 12, seed=2))]
+    baseline = weights(q_weight=q, k_weight=k)
+    shape = (2, 3, 5) if wrong == "rows" else (6, 4) if wrong == "leading" else (2, 3, 4)
+    baseline += [RecordedTap.of(f"{'x' if wrong == 'other module' else 'q'}#1", drawn(*shape, seed=3))]
+    baseline += [RecordedTap.of("k#1", drawn(2, 3, 8, seed=4))]
+    left: dict[str, str] = {tap.name: "no match" for tap in baseline[2:]}
+    proposal = Proposal((), left, {"qk#1": "no match"})
+    if wrong == "paired":
+        proposal = Proposal((Pair("q#1", "y"),), {"k#1": "no match"}, {"qk#1": "no match"})
+    found = with_weights(proposal, baseline, target)
+    outputs = [(p.baseline, p.layout.text, p.whole, p.sureness) for p in found.pairs if p.target == "qk#1"]
+    of_q = ("q#1", "part(index=0, of=[1, 1, 1], dim=-1)", "target", "rule")
+    of_k = ("k#1", "part(index=1, of=[1, 2], dim=-1)", "target", "rule")
+    assert outputs == ([of_k] if wrong else [of_q, of_k])
+    assert "qk#1" not in found.unmatched_target
+    assert list(found.unmatched_baseline) == ([] if wrong in ("", "paired") else [baseline[2].name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -511,3 +512,28 @@ def test_swapped_projections_are_one_mistake(llama: Port, small_bert: Port) -> N
     baseline, target = llama.states()
     everywhere(target, "blocks.{n}.attention.q_proj.weight", "blocks.{n}.attention.o_proj.weight")
     assert len(gl.match_weights(baseline, target).problems) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_quantised_weights_are_matched_by_their_values(dtype: torch.dtype, wrong: bool) -> None:
+    q, k = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0)) / 50
+    fused = torch.cat([k, q] if wrong else [q, k])
+    scale = fused.abs().amax(1) / 127
+    codes = fused / scale[:, None]
+    codes = codes.to(dtype) if dtype.is_floating_point else codes.round().to(dtype)
+    others = {f"layers.{n}.{x}.weight": value for n in range(3) for x, value in (("q", q + n), ("k", k + n))}
+    target = {f"layers.{n}.qk.weight": torch.cat([q + n, k + n]) for n in range(1, 3)}
+    target |= {"layers.0.qk.weight": codes, "layers.0.qk.weight_scale": scale}
+    match = gl.match_weights(others, target)
+    assert match.clean is not wrong
+    assert not match.unmatched_target
+    assert match.notices[-1] == (
+        "weights of the target are quantised (layers.0.qk.weight), and were compared times their scales; the "
+        "converter gives such values in full precision"
+    )
+    made: dict[str, Any] = {}
+    exec(match.to_code(), made)
+    converted = made["convert"](others)
+    torch.testing.assert_close(converted["layers.0.qk.weight"], fused)
+    assert set(converted) == {f"layers.{n}.qk.weight" for n in range(3)}

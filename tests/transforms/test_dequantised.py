@@ -41,7 +41,7 @@ def test_codes_are_compared_times_their_scale(is_own: bool) -> None:
         received([VALUES], [ROW_SCALE], CODES),
         received([VALUES], [None], CODES, {SCALE: 0.01}),
         received([VALUES], [None], CODES, {SCALE: torch.ones(5)}),
-        received([CODES, CODES], [ROW_SCALE, ROW_SCALE], VALUES),
+        received([CODES, CODES], [ROW_SCALE, None], VALUES),
         received([CODES], [None], CODES, ROW_SCALE),
         received([VALUES], [None], VALUES, ROW_SCALE),
     ],
@@ -50,13 +50,22 @@ def test_codes_are_compared_times_their_scale(is_own: bool) -> None:
         "of the other side",
         "no tensor",
         "another shape",
-        "two senders",
+        "one sender without",
         "codes on both sides",
         "no codes",
     ],
 )
-def test_without_one_scale_for_the_codes_of_one_side_they_are_compared_as_they_are(given: GraftTransformInput) -> None:
+def test_without_a_scale_for_the_codes_of_one_side_they_are_compared_as_they_are(given: GraftTransformInput) -> None:
     outcome: Outcome = run_transform(None, given)
     assert outcome.aligned_by != "dequantised"
     assert outcome.measured is None
     assert not outcome.compare_only
+
+
+def test_parts_of_codes_are_joined_as_values() -> None:
+    halves = [CODES[:16], CODES[16:]]
+    extras = [{SCALE: torch.full((16,), 0.01)}, {SCALE: torch.full((16,), 100.0)}]
+    given = received(halves, extras, VALUES)
+    outcome = run_transform(None, given)
+    assert outcome.aligned_by == "concat dim=0, dequantised"
+    assert compare(outcome, given).rel_l2 < 0.04
