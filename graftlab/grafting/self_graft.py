@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data, is_output
 from graftlab.diffs.measure import measure
-from graftlab.diffs.results import compare_named, named_tensors, value_in_words
+from graftlab.diffs.results import compare_named, is_written, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
@@ -64,6 +64,10 @@ class SelfGraft:
     """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
     returned_not_repeated: list[str] = field(default_factory=list)
     """Returned values that a repeat changed although no tap shows it, such as a time, in words."""
+    returned_whole_numbers: int = 0
+    """How many whole numbers were returned."""
+    has_unseen_choices: bool = False
+    """Whether whole numbers were returned that were chosen from values which no tap and no result shows."""
     skipped: list[str] = field(default_factory=list)
     """Taps whose value is not a tensor that can be recorded."""
     not_recorded: int = 0
@@ -82,17 +86,23 @@ def graft_self(
     budget: int,
     exact: Call | None = None,
     keep: Sequence[str] = (),
+    doubtful: Collection[str] = (),
     paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
     ``dtypes`` maps a tap to the coarser dtype of its pair, if that is not its own; the keys are the names from
     ``paired_names``, one for each pair of the tap. ``keep`` are the groups whose last record is returned. The record
-    has at most ``budget`` bytes; later taps are counted, and not grafted.
+    has at most ``budget`` bytes; later taps are counted, and not grafted. ``doubtful`` are names of taps, as in
+    ``dtypes``, that differ from the target's by more than one rounding: if moving other taps moves none of these, as
+    in a loop whose only tap is the logits, the call is repeated in float64.
     """
     record = SelfGraftRecorder(budget)
     result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
+    found.returned_whole_numbers = sum(
+        value.numel() for path, value in result.items() if is_whole(value) and not is_written(path)
+    )
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
             group = group_of(name, recorded.tags)
@@ -108,24 +118,40 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
+    def measure_in_higher_precision(exact: Call, only: Collection[str] | None = None) -> None:
+        twin = SelfGrafter(record.taps, dtype_of, moves=False)
+        _run(exact, twin)
+        found.exact = [row for row in twin.rows if only is None or row.name in only]
+        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
+        note_returned(found, result, _run(exact, alone))
+        found.exact_outputs = alone.rows
+
     # Moving a result shows no rounding before it, as in a function of tokens that has no other taps.
     if exact is None and _only_results_move(record):
         exact = partial(_in_float64, call) if _agrees_in_float64(call, result) else None
     # First, because a tensor that is moved in place may be an argument, and would stay moved.
     if exact is not None:
-        twin = SelfGrafter(record.taps, dtype_of, moves=False)
-        _run(exact, twin)
-        found.exact = twin.rows
-        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
-        note_returned(found, result, _run(exact, alone))
-        found.exact_outputs = alone.rows
+        measure_in_higher_precision(exact)
     perturbed = SelfGrafter(record.taps, dtype_of)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed=1, resets=False)
     note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
+    if exact is None:
+        still = _never_moved(perturbed.rows, lambda name: any(each in doubtful for each in paired_names(name)))
+        if still and _agrees_in_float64(call, result):
+            measure_in_higher_precision(partial(_in_float64, call), still)
     return found
+
+
+def _never_moved(rows: Sequence[AddedRounding], is_doubtful: Callable[[str], bool]) -> set[str]:
+    """The names of doubtful taps that are bit-equal although earlier taps were moved.
+
+    They are computed from no other tap, so nothing shows the rounding of what computes them.
+    """
+    moved_names = {row.name for row in rows if row.rel_l2 != 0}
+    return {row.name for row in rows if is_doubtful(row.name)} - moved_names
 
 
 def _only_results_move(record: SelfGraftRecorder) -> bool:
@@ -212,6 +238,11 @@ def _is_in(group: str, paired_names: Callable[[str], Sequence[str]], name: str, 
 def _copied(result: Any) -> dict[str, torch.Tensor]:
     """Copy the tensors of a result, because a call may return a buffer that the next call overwrites."""
     return {path: value.detach().clone() for path, value in named_tensors(result).items()}
+
+
+def is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor has whole numbers, such as tokens."""
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:

@@ -81,6 +81,7 @@ from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
 from graftlab.verdict.unexplained import (
+    UNSEEN_CHOICES,
     AccumulatedFloors,
     ReturnedValues,
     UnexplainedDifferences,
@@ -529,8 +530,9 @@ class Judgement:
                 if again is not None:
                     unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
-            if has_taps and not unexplained:
-                without_output += differences.whole_numbers_alone()
+            if not unexplained:
+                alone = differences.whole_numbers_alone() if has_taps else []
+                without_output += alone or (UNSEEN_CHOICES if evidence.floors.has_unseen_choices else [])
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []

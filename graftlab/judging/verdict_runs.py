@@ -43,8 +43,9 @@ from graftlab.ranks.remote_functions import (
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
-from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, records
 from graftlab.verdict.first_step import FirstDifference
+from graftlab.verdict.floor import Floor
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import data_rows, without_data
@@ -445,7 +446,8 @@ class CalledRuns(VerdictRuns):
             # A recording repeats its values whatever is grafted, so it has no rounding to measure.
             return []
         callees = (self._baseline, self._exact)
-        key = floor_key(self.session, self.before, rows, callees, list(keep))
+        doubtful = beyond_one_rounding(rows)
+        key = floor_key(self.session, self.before, rows, callees, [*keep, *doubtful])
         known = known_floor(self.session, key)
         if known is not None:
             return known
@@ -456,6 +458,7 @@ class CalledRuns(VerdictRuns):
             self.before,
             self.session.options.keep_budget,
             list(keep),
+            doubtful,
         )
         try:
             run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated(self._target)})
@@ -502,6 +505,21 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
+
+
+# The same as the threshold of a verdict, over the smallest floor that a value of this dtype has.
+_BEYOND_ROUNDING = 5.0
+
+
+def beyond_one_rounding(rows: pd.DataFrame) -> list[str]:
+    """The names of the taps at which the sides differ by more than one rounding of their dtype explains."""
+    found = (row["name"] for row in measured_rows(rows) if _is_beyond_one_rounding(row))
+    return sorted(set(found))
+
+
+def _is_beyond_one_rounding(row: Mapping[str, Any]) -> bool:
+    unit = roundoff(coarser_dtype(row))
+    return unit > 0 and ratio(row, Floor(0.0, 0.0).at_least(unit)) > _BEYOND_ROUNDING
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

@@ -265,6 +265,14 @@ def cut_graphs(compared: pd.DataFrame, named: Sequence[str]) -> list[str]:
     return sentences
 
 
+UNSEEN_CHOICES = [
+    "The returned whole numbers, such as tokens, agree. The values from which they were chosen may differ, because "
+    "neither a tap nor a returned value shows them: tap them (gl.tap), such as the probabilities from which a token is "
+    "drawn, or return them."
+]
+"""A sentence on whole numbers which may agree by chance."""
+
+
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 

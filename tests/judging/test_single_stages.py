@@ -62,7 +62,9 @@ def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.evidence = replace(
         made.evidence,
         returned="returned",  # type: ignore[arg-type]
-        floors=SimpleNamespace(last_tap=lambda: "last", returned_not_repeated=[]),  # type: ignore[arg-type]
+        floors=SimpleNamespace(  # type: ignore[arg-type]
+            last_tap=lambda: "last", returned_not_repeated=[], has_unseen_choices=False
+        ),
     )
     made.runs.both = lambda why, wanted: made.note((why, wanted.compare), "again")
     made.runs.returned = "results"
@@ -105,7 +107,9 @@ def test_where_nothing_is_named_every_difference_is_reported(
     assert unexplained()[1] == []
 
 
-def test_where_all_agree_whole_numbers_are_no_output(unexplained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_agree_whole_numbers_are_no_output(
+    unexplained: Any, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "whole_numbers_alone" not in unexplained()[1]
     for name in ("written", "lost_gradients"):
         monkeypatch.setattr(Differences, name, lambda self: [], raising=False)
@@ -113,6 +117,12 @@ def test_where_all_agree_whole_numbers_are_no_output(unexplained: Any, monkeypat
     monkeypatch.setattr(Differences, "found", ())
     assert unexplained() == ([], ["lost", "without partner: last", "turned", "whole_numbers_alone"], [])
     assert "whole_numbers_alone" not in unexplained(has_taps=False)[1]
+    monkeypatch.setattr(made.evidence.floors, "has_unseen_choices", True)
+    # One sentence on them is enough.
+    assert unexplained()[1][-1] == "whole_numbers_alone"
+    assert unexplained(has_taps=False)[1][-1].startswith(
+        "The returned whole numbers, such as tokens, agree. The values"
+    )
 
 
 def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, made: Made) -> None:
