@@ -20,7 +20,7 @@ import torch
 from graftlab.base.tags import identity, plain
 from graftlab.base.tap_groups import group_of, is_data, is_output
 from graftlab.diffs.measure import measure
-from graftlab.diffs.results import compare_named, is_written, named_tensors, value_in_words
+from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
@@ -64,10 +64,6 @@ class SelfGraft:
     """Taps that differed in a repeat without changes, in order; or descriptions of other differences."""
     returned_not_repeated: list[str] = field(default_factory=list)
     """Returned values that a repeat changed although no tap shows it, such as a time, in words."""
-    returned_whole_numbers: int = 0
-    """How many whole numbers were returned."""
-    has_unseen_choices: bool = False
-    """Whether whole numbers were returned that were chosen from values which no tap and no result shows."""
     skipped: list[str] = field(default_factory=list)
     """Taps whose value is not a tensor that can be recorded."""
     not_recorded: int = 0
@@ -100,9 +96,6 @@ def graft_self(
     record = SelfGraftRecorder(budget)
     result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
-    found.returned_whole_numbers = sum(
-        value.numel() for path, value in result.items() if is_whole(value) and not is_written(path)
-    )
     for recorded in record.taps.values():
         for name in paired_names(recorded.place[0]):
             group = group_of(name, recorded.tags)
@@ -238,11 +231,6 @@ def _is_in(group: str, paired_names: Callable[[str], Sequence[str]], name: str, 
 def _copied(result: Any) -> dict[str, torch.Tensor]:
     """Copy the tensors of a result, because a call may return a buffer that the next call overwrites."""
     return {path: value.detach().clone() for path, value in named_tensors(result).items()}
-
-
-def is_whole(value: torch.Tensor) -> bool:
-    """Whether a tensor has whole numbers, such as tokens."""
-    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:

@@ -9,17 +9,17 @@ ends at each tap and at each choice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graftlab.diffs.results import named_tensors
-from graftlab.grafting.self_graft import CallKey, CountingHandler, is_whole
+from graftlab.diffs.results import is_written, named_tensors
+from graftlab.grafting.self_graft import CallKey, CountingHandler
 from graftlab.taps.routing import handled_by
 
-MOST_RETURNED = 256
+_MOST_RETURNED = 256
 """So many whole numbers hardly agree by chance where they are chosen from different values."""
 _MOST_CHOSEN = 4096
 """Larger tensors of whole numbers are no tokens of such a result."""
@@ -32,29 +32,36 @@ _MOVES = frozenset(
 _NONE: frozenset[int] = frozenset()
 
 
-def has_unseen_choices(call: Callable[[], Any]) -> bool:
-    """Whether ``call`` returns whole numbers that were chosen from values that no tap and no result shows."""
+def has_unseen_choices(call: Callable[[], Any], taps: Collection[str], *, sees_result: bool = True) -> bool:
+    """Whether ``call`` returns whole numbers that were chosen from values that no tap of these names shows.
+
+    With ``sees_result`` returned values show what they were computed from, too.
+    """
     flow = _ChoiceFlow()
     # Code that does not run under a mode of torch, or on tensors without memory, stays unknown.
     with contextlib.suppress(Exception):
-        with handled_by(_SeeingHandler(flow)), flow:
+        with handled_by(_SeeingHandler(flow, taps)), flow:
             result = call()
-        for value in (named := named_tensors(result)).values():
+        named = {path: value for path, value in named_tensors(result).items() if not is_written(path)}
+        for value in named.values() if sees_result else ():
             flow.see(value)
-        returned = {number for value in named.values() if is_whole(value) for number in value.flatten().tolist()}
-        return any(numbers <= returned for numbers in flow.unseen())
+        numbers = [number for value in named.values() if _is_whole(value) for number in value.flatten().tolist()]
+        returned = set(numbers)
+        return len(numbers) < _MOST_RETURNED and any(each <= returned for each in flow.unseen())
     return False
 
 
 class _SeeingHandler(CountingHandler):
-    """Notes what taps show, and grafts nothing."""
+    """Notes what the taps of these names show, and grafts nothing."""
 
-    def __init__(self, flow: _ChoiceFlow) -> None:
+    def __init__(self, flow: _ChoiceFlow, names: Collection[str]) -> None:
         super().__init__()
         self._flow = flow
+        self._names = names
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
-        self._flow.see(own)
+        if place[0] in self._names:
+            self._flow.see(own)
 
 
 class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,13 +93,13 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         behind = _NONE.union(*map(self._behind_of, given))
         # What was taken by a chosen index agrees wherever the index does.
-        of_values = _NONE.union(*(self._behind_of(each) for each in given if not is_whole(each)))
+        of_values = _NONE.union(*(self._behind_of(each) for each in given if not _is_whole(each)))
         rounds = any(map(_rounds, given))
         if rounds and func.overloadpacket not in _MOVES:
             of_values |= {self._stretch}
         for value in _tensors(result):
-            self._behind[_memory(value)] = behind if is_whole(value) else of_values
-            if is_whole(value) and behind:
+            self._behind[_memory(value)] = behind if _is_whole(value) else of_values
+            if _is_whole(value) and behind:
                 self._stretch += rounds
                 if value.numel() <= _MOST_CHOSEN:
                     self._chosen.append((behind, set(value.flatten().tolist())))
@@ -108,6 +115,10 @@ def _memory(value: torch.Tensor) -> int:
 
 def _rounds(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return not (_rounds(value) or value.dtype == torch.bool)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

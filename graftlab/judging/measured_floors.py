@@ -44,11 +44,6 @@ class MeasuredFloors:
         """The returned values that differ from one run of the baseline to the next, in words."""
         return list(dict.fromkeys(value for each in self._selves for value in each.returned_not_repeated))
 
-    @property
-    def has_unseen_choices(self) -> bool:
-        """Whether returned whole numbers were chosen from values which no tap and no result shows, on any rank."""
-        return any(each.has_unseen_choices for each in self._selves)
-
     def of_groups(self) -> dict[str, Floor]:
         """The floor of each group: what rounding adds at its taps."""
         return self._pooled(

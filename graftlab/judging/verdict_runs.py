@@ -37,6 +37,7 @@ from graftlab.ranks.remote_functions import (
     call_until_exception,
     call_with_lent_weights,
     call_with_module_inputs,
+    find_unseen_choices,
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
@@ -245,6 +246,13 @@ class VerdictRuns:
         Known once :meth:`target_against_itself` was called.
         """
         return []
+
+    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
+        """Whether returned whole numbers were chosen from values that nothing compared shows; False if unknown.
+
+        ``compared`` are the rows of a run without grafts.
+        """
+        return False
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -496,6 +504,14 @@ class CalledRuns(VerdictRuns):
             run, _ = self._run("the baseline against itself", {"baseline": self._repeated(self._baseline)})
             found = [] if any(each.unwritten for each in run.baseline) else found
         return found
+
+    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
+        # Only the target of a recording can be called, and what it returns is compared by its taps alone.
+        side: Side = "target" if self.recorded else "baseline"
+        names = {str(row.get(f"{side}_name") or row["name"]) for row in measured_rows(compared)}
+        call = partial(find_unseen_choices, self._callees()[side], sorted(names), not self.recorded)
+        run, _ = self._run("what whole numbers are chosen from", {side: call})
+        return any(run.target if self.recorded else run.baseline)
 
     def _repeated(self, callee: Callee) -> Callee:
         return partial(repeat_callee, callee, self.session.options.keep_budget)

@@ -23,7 +23,7 @@ from graftlab.grafting.self_graft import (
     without_dependents,
 )
 from graftlab.grafting.sketches import sketch_taps
-from graftlab.grafting.unseen_choices import MOST_RETURNED, has_unseen_choices
+from graftlab.grafting.unseen_choices import has_unseen_choices
 from graftlab.layouts.replicas import TapSketch
 from graftlab.plan.plan import GraftPlan
 from graftlab.taps.calls import here, step, tags
@@ -63,9 +63,8 @@ def graft_baseline_into_itself(
     doubtful: list[str],
 ) -> SelfGraft:
     """Call :func:`graftlab.grafting.self_graft.graft_self`. ``plan`` renames the baseline's taps."""
-    call = bind_callee(baseline)
-    found = graft_self(
-        call,
+    return graft_self(
+        bind_callee(baseline),
         dtypes,
         paired_names=partial(plan.paired_names, "baseline"),
         budget=budget,
@@ -73,9 +72,11 @@ def graft_baseline_into_itself(
         keep=keep,
         doubtful=doubtful,
     )
-    if 0 < found.returned_whole_numbers < MOST_RETURNED and not found.not_repeated and not has_compiled():
-        found.has_unseen_choices = has_unseen_choices(call)
-    return found
+
+
+def find_unseen_choices(callee: Callee, taps: list[str], sees_result: bool) -> bool:
+    """Call :func:`graftlab.grafting.unseen_choices.has_unseen_choices`, unless code would be compiled anew for it."""
+    return not has_compiled() and has_unseen_choices(bind_callee(callee), taps, sees_result=sees_result)
 
 
 def repeat_callee(callee: Callee, budget: int) -> Repetition:

@@ -125,6 +125,12 @@ class ReturnedValues:
         return bool(returned) and not any(roundoff(dtype) for each in returned for dtype in each.dtypes)
 
     @property
+    def has_whole_numbers(self) -> bool:
+        """Whether any returned value that was compared has no numbers that round."""
+        returned = [each for each in self.differences if not is_written(each.path)]
+        return any(not roundoff(dtype) for each in returned for dtype in each.dtypes)
+
+    @property
     def compared(self) -> bool:
         """Whether any returned value was measured on both sides."""
         return any(not math.isnan(each.rel_l2) for each in self.differences if not is_written(each.path))

@@ -10,8 +10,8 @@ import torch
 from kit.grafters import GrafterWorld
 
 import graftlab as gl
-from graftlab.grafting.unseen_choices import has_unseen_choices
-from graftlab.ranks.remote_functions import graft_baseline_into_itself
+from graftlab.diffs.results import NamedTensors, written_path
+from graftlab.grafting import unseen_choices
 from graftlab.taps import calls
 
 
@@ -21,6 +21,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
     world = GrafterWorld(1, 1)
     monkeypatch.setattr(calls, "_grafter", world.baseline.grafter)
     monkeypatch.setattr(calls, "_handler", world.baseline.grafter)
+
+
+def has_unseen_choices(call: Callable[[], Any], *, but: str = "", sees_result: bool = True) -> bool:
+    """The answer with the taps of these tests, ``but`` the one of this name."""
+    names = {"logits", "probs", "y", "buffer"} - {but}
+    return unseen_choices.has_unseen_choices(call, names, sees_result=sees_result)
 
 
 EMBEDDING = torch.linspace(-1, 1, 11 * 8).reshape(11, 8).sin()
@@ -71,6 +77,10 @@ def test_without_a_tap_all_tokens_are(choose: Any) -> None:
     assert has_unseen_choices(lambda: generate(choose, taps=False))
 
 
+def test_a_tap_that_is_not_compared_shows_nothing() -> None:
+    assert has_unseen_choices(lambda: generate(greedy), but="logits")
+
+
 def test_a_returned_value_shows_what_was_chosen_from_it() -> None:
     def scores(*, also: bool) -> Any:
         logits = EMBEDDING @ EMBEDDING[2] * 1.5
@@ -79,6 +89,7 @@ def test_a_returned_value_shows_what_was_chosen_from_it() -> None:
 
     assert not has_unseen_choices(lambda: scores(also=True))
     assert has_unseen_choices(lambda: scores(also=False))
+    assert has_unseen_choices(lambda: scores(also=True), sees_result=False)
 
 
 def test_an_index_that_is_not_returned_does_not_count() -> None:
@@ -113,10 +124,12 @@ def test_code_that_cannot_be_followed_is_unknown() -> None:
 
 
 @pytest.mark.parametrize(("steps", "unseen"), [(4, True), (300, False)])
-def test_many_equal_tokens_are_no_chance(steps: int, unseen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graftlab.ranks.remote_functions.bind_callee", lambda callee: callee)
-    plan: Any = type("Plan", (), {"paired_names": staticmethod(lambda side, name: (name,))})()
-    call: Any = lambda: generate(sampled, steps=steps)  # noqa: E731
-    found = graft_baseline_into_itself(call, None, {}, plan, 1 << 20, [], [])
-    assert found.returned_whole_numbers == steps + 1
-    assert found.has_unseen_choices is unseen
+def test_many_equal_tokens_are_no_chance(steps: int, unseen: bool) -> None:
+    assert has_unseen_choices(lambda: generate(sampled, steps=steps)) is unseen
+
+
+def test_what_a_call_writes_is_not_returned() -> None:
+    def counts() -> NamedTensors:
+        return NamedTensors({written_path("count"): (EMBEDDING * 2).argmax()})
+
+    assert not has_unseen_choices(counts)

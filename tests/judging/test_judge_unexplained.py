@@ -6,6 +6,7 @@ import builtins
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -612,7 +613,8 @@ def generated(
     *, taps: bool = True, in_other_order: bool = False, wrong: float = 1.0, sampled: bool = False
 ) -> list[int]:
     """Tokens of a loop over a state that no tap shows; the target may add its sums up in another order."""
-    is_target = gl.here().side == "target"
+    me = gl.here()
+    is_target = me is not None and me.side == "target"
     weights = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)) / 4
     head = torch.randn(32, 50, generator=torch.Generator().manual_seed(1))
     state, tokens = torch.zeros(32), [7]
@@ -649,3 +651,15 @@ def test_equal_tokens_do_not_clear_the_values_from_which_they_were_chosen(
     verdict = session.verdict(generated, generated, kwargs={"wrong": 1.0001, **options})
     assert first_line(verdict).startswith("The returned whole numbers, such as tokens, agree. The values from which")
     assert answer_of(verdict.findings, True, True) == "inconclusive"
+
+
+def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> None:
+    def load() -> Any:
+        return lambda tokens: generated(taps=False, wrong=1.01)
+
+    with gl.record(tmp_path / "recorded"):
+        gl.tap("output", torch.tensor(generated(taps=False)))
+    comparison = gl.compare(gl.Recording(tmp_path / "recorded"), load, torch.tensor([7]))
+    comparison.session.close()
+    assert comparison.text.startswith("The returned whole numbers, such as tokens, agree. The values from which")
+    assert comparison.answer == "inconclusive"
