@@ -14,7 +14,7 @@ import torch
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
-from graftlab.base.tap_groups import DATA, filter_of
+from graftlab.base.tap_groups import DATA, filter_of, kind_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.run import Run
@@ -508,7 +508,10 @@ class CalledRuns(VerdictRuns):
     def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
         # Only the target of a recording can be called, and what it returns is compared by its taps alone.
         side: Side = "target" if self.recorded else "baseline"
-        names = {str(row.get(f"{side}_name") or row["name"]) for row in measured_rows(compared)}
+        rows = [row for row in measured_rows(compared) if kind_of(row["tags"]) is None]
+        if self.recorded and all(roundoff(coarser_dtype(row)) for row in rows):
+            return False
+        names = {str(row.get(f"{side}_name") or row["name"]) for row in rows}
         call = partial(find_unseen_choices, self._callees()[side], sorted(names), not self.recorded)
         run, _ = self._run("what whole numbers are chosen from", {side: call})
         return any(run.target if self.recorded else run.baseline)

@@ -655,7 +655,7 @@ def test_equal_tokens_do_not_clear_the_values_from_which_they_were_chosen(
 
 def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> None:
     def load() -> Any:
-        return lambda tokens: generated(taps=False, wrong=1.01)
+        return lambda tokens: torch.tensor(generated(taps=False, wrong=1.01))
 
     with gl.record(tmp_path / "recorded"):
         gl.tap("output", torch.tensor(generated(taps=False)))
