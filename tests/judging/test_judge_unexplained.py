@@ -663,3 +663,17 @@ def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> 
     comparison.session.close()
     assert comparison.text.startswith("The returned whole numbers, such as tokens, agree. The values from which")
     assert comparison.answer == "inconclusive"
+
+
+def test_a_recording_of_values_that_round_needs_no_run_for_whole_numbers(tmp_path: Path) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def load() -> Any:
+        return double
+
+    with gl.record(tmp_path / "recorded"):
+        gl.tap("output", double(torch.ones(4)))
+    comparison = gl.compare(gl.Recording(tmp_path / "recorded"), load, torch.ones(4))
+    comparison.session.close()
+    assert (comparison.answer, comparison.runs) == ("agree", 3)
