@@ -223,7 +223,7 @@ OF_ANY_ERROR = {
     "engine": 2,
     "exchange": 5,
     "filters": 8,
-    "grafting": 8,
+    "grafting": 9,
     "graphs": 3,
     "jobs": 7,
     "judging": 1,

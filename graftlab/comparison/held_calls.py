@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -271,7 +272,30 @@ def judge_held_calls(
     if proposal is not None and answer == "differ":
         # Code that agrees may read its weights in any order.
         remarks[after_weights:after_weights] = [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS]]
+    if answer == "differ":
+        remarks += _differing_numbers(baseline, target)
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence on whole numbers among the arguments that differ and that no tap shows, as in an engine's metadata."""
+    found: dict[str, None] = {}
+    for ours, theirs in zip(baseline, target, strict=False):
+        for path in ours.untapped_numbers:
+            if path in theirs.untapped_numbers and not torch.equal(
+                ours.whole_numbers[path], theirs.whole_numbers[path]
+            ):
+                found[_ARGUMENT.sub(r"\1", path, count=1)] = None
+    if not found:
+        return []
+    return [
+        f"Whole numbers among the arguments already differ: {first_of(list(found), 4)}. No tap shows them, so code "
+        "that reads them may be named below although it is right."
+    ]
+
+
+# A path begins with the argument's name in brackets: ['args[1]'].slots.
+_ARGUMENT = re.compile(r"^\['(.+?)'\]")
 
 
 def judge_until_exception(

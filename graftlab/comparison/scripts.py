@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.base.text import counted
+from graftlab.base.text import counted, listed
 from graftlab.base.world import Side
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.held_calls import (
@@ -488,20 +488,20 @@ class _HeldInTurn:
         """A sentence on what agrees among the first calls and updates, and on the calls that prove nothing."""
         models = self._models[:calls]
         counts = Counter(model for place, model in enumerate(models) if place not in self._undecided)
-        listed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
+        agreed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
-        listed += [f"{counted(made, 'update')} of the weights"] if made else []
+        agreed += [f"{counted(made, 'update')} of the weights"] if made else []
         parts = []
-        if listed:
+        if agreed:
             several = sum(counts.values()) + made > 1
-            parts.append(f"{' and '.join(listed)} agree{'' if several else 's'}")
+            parts.append(f"{' and '.join(agreed)} agree{'' if several else 's'}")
         if self._results:
             parts.append(
                 f"{'and so do ' if parts else ''}the results of the next {counted(len(self._results), 'call')}"
             )
             parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self._undecided if place < len(models)]
-        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {' and '.join(unclear)} cannot be judged whole."
+        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {listed(unclear)} cannot be judged whole."
         return " ".join([*([f"{', '.join(parts)}."] if parts else []), *([what] if unclear else [])])
 
     def _at_last(self, compared: Comparison) -> Comparison:

@@ -48,7 +48,7 @@ def repeat_with_filled_memory(call: Callable[[], Any], *, budget: int) -> Repeti
         return repeat.differences() or in_words(changed_results(result, again))
 
     differing = differences()
-    if differing or _has_compiled():
+    if differing or has_compiled():
         return Repetition(differing, [])
     try:
         with _filled():
@@ -57,7 +57,8 @@ def repeat_with_filled_memory(call: Callable[[], Any], *, budget: int) -> Repeti
         return Repetition([], [f"the call itself, which fails with {type(error).__name__}"])
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
+    """Whether this process has compiled code, which would be compiled anew under a mode of torch."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 

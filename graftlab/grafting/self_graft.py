@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,13 +82,16 @@ def graft_self(
     budget: int,
     exact: Call | None = None,
     keep: Sequence[str] = (),
+    doubtful: Collection[str] = (),
     paired_names: Callable[[str], Sequence[str]] = lambda name: (name,),
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
     ``dtypes`` maps a tap to the coarser dtype of its pair, if that is not its own; the keys are the names from
     ``paired_names``, one for each pair of the tap. ``keep`` are the groups whose last record is returned. The record
-    has at most ``budget`` bytes; later taps are counted, and not grafted.
+    has at most ``budget`` bytes; later taps are counted, and not grafted. ``doubtful`` are names of taps, as in
+    ``dtypes``, that differ from the target's by more than one rounding: if moving other taps moves none of these, as
+    in a loop whose only tap is the logits, the call is repeated in float64.
     """
     record = SelfGraftRecorder(budget)
     result = _copied(_run(call, record))
@@ -108,24 +111,40 @@ def graft_self(
     def dtype_of(name: str) -> str:
         return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
 
+    def measure_in_higher_precision(exact: Call, only: Collection[str] | None = None) -> None:
+        twin = SelfGrafter(record.taps, dtype_of, moves=False)
+        _run(exact, twin)
+        found.exact = [row for row in twin.rows if only is None or row.name in only]
+        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
+        note_returned(found, result, _run(exact, alone))
+        found.exact_outputs = alone.rows
+
     # Moving a result shows no rounding before it, as in a function of tokens that has no other taps.
     if exact is None and _only_results_move(record):
         exact = partial(_in_float64, call) if _agrees_in_float64(call, result) else None
     # First, because a tensor that is moved in place may be an argument, and would stay moved.
     if exact is not None:
-        twin = SelfGrafter(record.taps, dtype_of, moves=False)
-        _run(exact, twin)
-        found.exact = twin.rows
-        alone = SelfGrafter(record.taps, dtype_of, moves=False, resets=False)
-        note_returned(found, result, _run(exact, alone))
-        found.exact_outputs = alone.rows
+        measure_in_higher_precision(exact)
     perturbed = SelfGrafter(record.taps, dtype_of)
     _run(call, perturbed)
     found.added = perturbed.rows
     drift = SelfGrafter(record.taps, dtype_of, seed=1, resets=False)
     note_returned(found, result, _run(call, drift))
     found.outputs = drift.rows
+    if exact is None:
+        still = _never_moved(perturbed.rows, lambda name: any(each in doubtful for each in paired_names(name)))
+        if still and _agrees_in_float64(call, result):
+            measure_in_higher_precision(partial(_in_float64, call), still)
     return found
+
+
+def _never_moved(rows: Sequence[AddedRounding], is_doubtful: Callable[[str], bool]) -> set[str]:
+    """The names of doubtful taps that are bit-equal although earlier taps were moved.
+
+    They are computed from no other tap, so nothing shows the rounding of what computes them.
+    """
+    moved_names = {row.name for row in rows if row.rel_l2 != 0}
+    return {row.name for row in rows if is_doubtful(row.name)} - moved_names
 
 
 def _only_results_move(record: SelfGraftRecorder) -> bool:

@@ -82,6 +82,7 @@ from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
 from graftlab.verdict.summary import floor_of
 from graftlab.verdict.unexplained import (
+    UNSEEN_CHOICES,
     AccumulatedFloors,
     ReturnedValues,
     UnexplainedDifferences,
@@ -547,13 +548,25 @@ class Judgement:
                 if again is not None:
                     unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
             without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
-            if has_taps and not unexplained:
-                without_output += differences.whole_numbers_alone()
+            if not unexplained:
+                alone = differences.whole_numbers_alone() if has_taps else []
+                without_output += alone or self._unseen_choices(evidence)
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []
             return unexplained, (differences.lost() if states_lost else []) + without_output, []
         return unexplained, [], written
+
+    def _unseen_choices(self, evidence: Evidence) -> list[str]:
+        """A sentence on returned whole numbers that may agree by chance."""
+        returned = evidence.returned
+        # A recording returns nothing, so its taps may show whole numbers alone.
+        if not (self._runs.recorded or (returned is not None and returned.has_whole_numbers)):
+            return []
+        found = self._attempt(
+            "what whole numbers are chosen from", lambda: self._runs.has_unseen_choices(evidence.compared), False
+        )
+        return list(UNSEEN_CHOICES) if found else []
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 

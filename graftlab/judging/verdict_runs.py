@@ -14,7 +14,7 @@ import torch
 
 from graftlab.base.progress import LongWait
 from graftlab.base.tags import TapIdentity
-from graftlab.base.tap_groups import DATA, filter_of
+from graftlab.base.tap_groups import DATA, filter_of, kind_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.run import Run
@@ -37,14 +37,16 @@ from graftlab.ranks.remote_functions import (
     call_until_exception,
     call_with_lent_weights,
     call_with_module_inputs,
+    find_unseen_choices,
     find_without_dependents,
     graft_baseline_into_itself,
     repeat_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.taps.module_inputs import ModuleCall
-from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, records
 from graftlab.verdict.first_step import FirstDifference
+from graftlab.verdict.floor import Floor
 from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import data_rows, without_data
@@ -244,6 +246,13 @@ class VerdictRuns:
         Known once :meth:`target_against_itself` was called.
         """
         return []
+
+    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
+        """Whether returned whole numbers were chosen from values that nothing compared shows; False if unknown.
+
+        ``compared`` are the rows of a run without grafts.
+        """
+        return False
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -445,7 +454,8 @@ class CalledRuns(VerdictRuns):
             # A recording repeats its values whatever is grafted, so it has no rounding to measure.
             return []
         callees = (self._baseline, self._exact)
-        key = floor_key(self.session, self.before, rows, callees, list(keep))
+        doubtful = beyond_one_rounding(rows)
+        key = floor_key(self.session, self.before, rows, callees, [*keep, *doubtful])
         known = known_floor(self.session, key)
         if known is not None:
             return known
@@ -456,6 +466,7 @@ class CalledRuns(VerdictRuns):
             self.before,
             self.session.options.keep_budget,
             list(keep),
+            doubtful,
         )
         try:
             run, _ = self._run("each side against itself", {"baseline": call, "target": self._repeated(self._target)})
@@ -494,6 +505,17 @@ class CalledRuns(VerdictRuns):
             found = [] if any(each.unwritten for each in run.baseline) else found
         return found
 
+    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
+        # Only the target of a recording can be called, and what it returns is compared by its taps alone.
+        side: Side = "target" if self.recorded else "baseline"
+        rows = [row for row in measured_rows(compared) if kind_of(row["tags"]) is None]
+        if self.recorded and all(roundoff(coarser_dtype(row)) for row in rows):
+            return False
+        names = {str(row.get(f"{side}_name") or row["name"]) for row in rows}
+        call = partial(find_unseen_choices, self._callees()[side], sorted(names), not self.recorded)
+        run, _ = self._run("what whole numbers are chosen from", {side: call})
+        return any(run.target if self.recorded else run.baseline)
+
     def _repeated(self, callee: Callee) -> Callee:
         return partial(repeat_callee, callee, self.session.options.keep_budget)
 
@@ -502,6 +524,21 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
+
+
+# The same as the threshold of a verdict, over the smallest floor that a value of this dtype has.
+_BEYOND_ROUNDING = 5.0
+
+
+def beyond_one_rounding(rows: pd.DataFrame) -> list[str]:
+    """The names of the taps at which the sides differ by more than one rounding of their dtype explains."""
+    found = (row["name"] for row in measured_rows(rows) if _is_beyond_one_rounding(row))
+    return sorted(set(found))
+
+
+def _is_beyond_one_rounding(row: Mapping[str, Any]) -> bool:
+    unit = roundoff(coarser_dtype(row))
+    return unit > 0 and ratio(row, Floor(0.0, 0.0).at_least(unit)) > _BEYOND_ROUNDING
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:

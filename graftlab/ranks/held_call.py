@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
 from graftlab.ranks.widening import WideTensors
 from graftlab.taps.calls import here, tap_handler
+from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by
 from graftlab.taps.watch import Watch, watch, weights_of
 
@@ -80,6 +81,8 @@ class CallDescription:
     """The exception of a repetition, if the first call returns."""
     whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The integers among the arguments, such as tokens, by their paths."""
+    untapped_numbers: tuple[str, ...] = ()
+    """Those of ``whole_numbers`` that no tap shows: numbers, and tensors in objects that are no containers."""
     raises: str | None = None
     """The exception of the call itself; then only the taps before it are described."""
     not_compared: tuple[str, ...] = ()
@@ -209,7 +212,8 @@ class HeldCall:
             self._others,
             tuple(buffers),
             fails,
-            self._whole_numbers(),
+            whole_numbers := self._whole_numbers(),
+            self._untapped(whole_numbers),
             not_compared=tuple(value_in_words(path) for path in self._left),
             writes_weights=writes_weights,
         )
@@ -249,6 +253,19 @@ class HeldCall:
         return _copied(
             {path: t for path, t in given.items() if t.dtype in _WHOLE_NUMBERS and t.numel() <= _MOST_WHOLE_NUMBERS}
         )
+
+    def _untapped(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Those of these paths of arguments whose tensors a tap of the arguments does not reach."""
+        reached: list[torch.Tensor] = []
+
+        def reach(name: str, value: torch.Tensor) -> torch.Tensor:
+            reached.append(value)
+            return value
+
+        tap_inside("", self._state, reach, put=lambda value, changed: value)
+        tapped = {id(each) for each in reached}
+        given = named_tensors(self._state)
+        return tuple(path for path in paths if id(given[path]) not in tapped)
 
     @property
     def unit(self) -> tuple[UnitKind, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from graftlab.errors import RequestError
 from graftlab.grafting import active
-from graftlab.grafting.filled_memory import Repetition, repeat_with_filled_memory
+from graftlab.grafting.filled_memory import Repetition, has_compiled, repeat_with_filled_memory
 from graftlab.grafting.in_float64 import in_float64
 from graftlab.grafting.self_graft import (
     RoundedResults,
@@ -23,6 +23,7 @@ from graftlab.grafting.self_graft import (
     without_dependents,
 )
 from graftlab.grafting.sketches import sketch_taps
+from graftlab.grafting.unseen_choices import has_unseen_choices
 from graftlab.layouts.replicas import TapSketch
 from graftlab.plan.plan import GraftPlan
 from graftlab.taps.calls import here, step, tags
@@ -59,6 +60,7 @@ def graft_baseline_into_itself(
     plan: GraftPlan,
     budget: int,
     keep: list[str],
+    doubtful: list[str],
 ) -> SelfGraft:
     """Call :func:`graftlab.grafting.self_graft.graft_self`. ``plan`` renames the baseline's taps."""
     return graft_self(
@@ -68,7 +70,13 @@ def graft_baseline_into_itself(
         budget=budget,
         exact=None if exact is None else bind_callee(exact),
         keep=keep,
+        doubtful=doubtful,
     )
+
+
+def find_unseen_choices(callee: Callee, taps: list[str], sees_result: bool) -> bool:
+    """Call :func:`graftlab.grafting.unseen_choices.has_unseen_choices`, unless code would be compiled anew for it."""
+    return not has_compiled() and has_unseen_choices(bind_callee(callee), taps, sees_result=sees_result)
 
 
 def repeat_callee(callee: Callee, budget: int) -> Repetition:

@@ -49,6 +49,8 @@ _MOST_VALUES, _DEEPEST = 1_000_000, 50
 _MOST_BEYOND = 128 << 20
 # The sum of the squares of the lengths of all words in a pickle: the steps of a search that torch makes.
 _MOST_TEXT = 1 << 28
+# The first bytes of a file that torch writes.
+_ZIP = b"PK\x03\x04"
 # How many pickles a file of torch's old format has.
 _OLD_PICKLES = 5
 
@@ -118,6 +120,9 @@ def torch_content(file: io.FileIO) -> Any:
             for each in pickled:
                 _refuse_costly(each)
     else:
+        file.seek(0)
+        if file.read(len(_ZIP)) == _ZIP:
+            raise ValueError("it is truncated: its table of contents, which is written last, is missing")
         # Its format before that is a sequence of pickles, and then the bytes of the tensors.
         file.seek(0)
         for _ in range(_OLD_PICKLES):

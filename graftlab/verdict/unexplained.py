@@ -125,6 +125,12 @@ class ReturnedValues:
         return bool(returned) and not any(roundoff(dtype) for each in returned for dtype in each.dtypes)
 
     @property
+    def has_whole_numbers(self) -> bool:
+        """Whether any returned value that was compared has no numbers that round."""
+        returned = [each for each in self.differences if not is_written(each.path)]
+        return any(not roundoff(dtype) for each in returned for dtype in each.dtypes)
+
+    @property
     def compared(self) -> bool:
         """Whether any returned value was measured on both sides."""
         return any(not math.isnan(each.rel_l2) for each in self.differences if not is_written(each.path))
@@ -263,6 +269,14 @@ def cut_graphs(compared: pd.DataFrame, named: Sequence[str]) -> list[str]:
                 "for that reason."
             )
     return sentences
+
+
+UNSEEN_CHOICES = [
+    "The returned whole numbers, such as tokens, agree. The values from which they were chosen may differ, because "
+    "neither a tap nor a returned value shows them: tap them (gl.tap), such as the probabilities from which a token is "
+    "drawn, or return them."
+]
+"""A sentence on whole numbers which may agree by chance."""
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

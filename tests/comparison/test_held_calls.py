@@ -634,3 +634,17 @@ def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
 def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"the target is a model \(Linear\); give a function .* lambda: model"):
         gl.compare(torch.nn.Identity, torch.nn.Linear(2, 2))
+
+
+class Metadata:
+    """What an attention reads beside its tokens, in an object of its own."""
+
+    def __init__(self) -> None:
+        self.slots, self.lens, self.mask = torch.tensor([4, 5]), [3, 2], torch.ones(2)
+
+
+def test_whole_numbers_that_the_taps_of_arguments_do_not_reach_are_listed() -> None:
+    state = {"ids": torch.tensor([1, 2]), "past": [torch.tensor([7])], "at": 3, "meta": Metadata()}
+    found = HeldCall(lambda: torch.ones(2), {}, state, WatchChoice()).describe()
+    assert found.untapped_numbers == ("['at']", "['meta'].slots", "['meta'].lens")
+    assert {"['ids']", "['past'][0]"} == {*found.whole_numbers} - {*found.untapped_numbers}

@@ -96,6 +96,20 @@ def test_a_call_that_trains_is_sent_to_the_comparison_of_scripts() -> None:
     assert remark.endswith("(torch.empty), may change it.")
 
 
+def test_untapped_whole_numbers_of_arguments_are_stated_before_a_named_group() -> None:
+    numbers = {"['args[1]'].slots": torch.tensor([4, 5]), "['args[0]']": torch.tensor([1]), "['lens']": torch.tensor(3)}
+    ours = held(whole_numbers=numbers, untapped_numbers=("['args[1]'].slots", "['lens']"))
+    moved = {path: each + 1 for path, each in numbers.items()}
+    theirs = replace(ours, whole_numbers={**moved, "['lens']": torch.tensor(3)})
+    wrong = found("a", "out", label="culprit")
+    answer, (remark,) = judged(ours, theirs, wrong)
+    assert answer == "differ"
+    assert remark.startswith("Whole numbers among the arguments already differ: args[1].slots. No tap shows them")
+    assert "args[1].slots, lens." in judged(ours, replace(ours, whole_numbers=moved), wrong)[1][0]
+    assert judged(ours, theirs) == ("agree", [])
+    assert judged(ours, ours, wrong) == judged(ours, held(whole_numbers=moved), wrong) == ("differ", [])
+
+
 # ---- the match -------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,8 @@ def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
     turns._results = []
     assert turns._agreed() == "Calls 1 and 2 cannot be judged whole."
     assert turns._agreed(1) == "Call 1 cannot be judged whole."
+    turns._undecided, turns._models = dict.fromkeys(range(3), compared("inconclusive")), ["Net"] * 3
+    assert turns._agreed() == "Calls 1, 2 and 3 cannot be judged whole."
 
 
 @pytest.mark.parametrize(("calls", "updates"), [(1, 0), (0, 1)])

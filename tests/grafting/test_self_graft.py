@@ -380,3 +380,37 @@ def test_an_argument_keeps_its_own_tensors_after_a_call_with_others() -> None:
     assert {each.name for each in found.outputs} >= {"input.input.a", "input.input.parts[0]"}
     assert given["a"] is before[0]
     assert given["parts"][0] is before[1]
+
+
+# ---- values that are computed from no other tap ---------------------------------------------------------------------
+
+
+def long_sums() -> list[int]:
+    """The only tap is the result of many operations on numbers that have no tap, as the logits of a decode loop."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(8, 64, generator=generator), torch.randn(64, 64, generator=generator) / 5
+    for _ in range(20):
+        x = (x @ weight).tanh()
+    x = gl.tap("logits", x)
+    return [int(each) for each in x.argmax(-1)]
+
+
+def test_float64_shows_the_rounding_of_a_doubtful_tap_that_no_other_tap_moves() -> None:
+    assert graft(long_sums).exact == []
+    found = by_name(graft(long_sums, doubtful=["logits"]).exact)
+    assert 1e-7 < found["logits"].rel_l2 < 1e-5
+
+
+def test_a_doubtful_tap_that_others_move_has_its_floor_already() -> None:
+    found = graft(chain, doubtful=["layers.1.x"])
+    assert found.exact == []
+    # The first tap alone is computed from no other, so the later ones keep their floors.
+    assert {row.name for row in graft(chain, doubtful=["layers.0.x", "y"]).exact} == {"layers.0.x"}
+
+
+def test_float64_shows_nothing_of_a_call_that_makes_other_choices_in_it() -> None:
+    def chooses() -> int:
+        x = gl.tap("x", torch.linspace(0.5, 2, 64).sin().sum())
+        return 1 if x.dtype == torch.float64 else 2
+
+    assert graft(chooses, doubtful=["x"]).exact == []

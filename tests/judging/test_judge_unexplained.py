@@ -6,6 +6,7 @@ import builtins
 import functools
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -603,3 +604,76 @@ def test_of_calls_that_do_not_pair_only_the_returned_values_are_compared(session
     assert wrong.named == []
     assert first_line(wrong).startswith("The returned value differs by 0.01 (")
     assert answer_of(wrong.findings, True, True) == "differ"
+
+
+# ---- generation whose only taps are the logits, or none -------------------------------------------------------------
+
+
+def generated(
+    *, taps: bool = True, in_other_order: bool = False, wrong: float = 1.0, sampled: bool = False
+) -> list[int]:
+    """Tokens of a loop over a state that no tap shows; the target may add its sums up in another order."""
+    me = gl.here()
+    is_target = me is not None and me.side == "target"
+    weights = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)) / 4
+    head = torch.randn(32, 50, generator=torch.Generator().manual_seed(1))
+    state, tokens = torch.zeros(32), [7]
+    for _ in range(6):
+        state = state + head[:, tokens[-1]]
+        for weight in weights:
+            if in_other_order and is_target:
+                state = (state[:16] @ weight[:16] + state[16:] @ weight[16:]).tanh()
+            else:
+                state = (state @ weight).tanh()
+        logits = state @ head * (wrong if is_target and not sampled else 1.0)
+        if taps:
+            logits = gl.tap("logits", logits)
+        scores = (logits * wrong if is_target else logits * 1.0) - head[0] if sampled else logits
+        tokens.append(int(gl.tap("token", scores.argmax())) if taps else int(scores.argmax()))
+    return tokens
+
+
+def test_rounding_of_a_loop_whose_only_tap_is_the_logits_is_no_mistake(session: gl.Session) -> None:
+    right = session.verdict(generated, generated, kwargs={"in_other_order": True})
+    assert right.frame["ratio"].max() > 0
+    assert right.text.startswith("No tap adds more than rounding")
+    assert answer_of(right.findings, True, True) == "agree"
+    wrong = session.verdict(generated, generated, kwargs={"wrong": 1.0001})
+    assert wrong.named == ["logits"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"taps": False}, {"sampled": True}], ids=["no tap", "no tap of what is sampled from"]
+)
+def test_equal_tokens_do_not_clear_the_values_from_which_they_were_chosen(
+    session: gl.Session, options: dict[str, Any]
+) -> None:
+    verdict = session.verdict(generated, generated, kwargs={"wrong": 1.0001, **options})
+    assert first_line(verdict).startswith("The returned whole numbers, such as tokens, agree. The values from which")
+    assert answer_of(verdict.findings, True, True) == "inconclusive"
+
+
+def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> None:
+    def load() -> Any:
+        return lambda tokens: torch.tensor(generated(taps=False, wrong=1.01))
+
+    with gl.record(tmp_path / "recorded"):
+        gl.tap("output", torch.tensor(generated(taps=False)))
+    comparison = gl.compare(gl.Recording(tmp_path / "recorded"), load, torch.tensor([7]))
+    comparison.session.close()
+    assert comparison.text.startswith("The returned whole numbers, such as tokens, agree. The values from which")
+    assert comparison.answer == "inconclusive"
+
+
+def test_a_recording_of_values_that_round_needs_no_run_for_whole_numbers(tmp_path: Path) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def load() -> Any:
+        return double
+
+    with gl.record(tmp_path / "recorded"):
+        gl.tap("output", double(torch.ones(4)))
+    comparison = gl.compare(gl.Recording(tmp_path / "recorded"), load, torch.ones(4))
+    comparison.session.close()
+    assert (comparison.answer, comparison.runs) == ("agree", 3)

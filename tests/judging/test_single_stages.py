@@ -61,11 +61,12 @@ def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(judgement, "UnexplainedDifferences", Differences)
     made.evidence = replace(
         made.evidence,
-        returned="returned",  # type: ignore[arg-type]
+        returned=SimpleNamespace(has_whole_numbers=True),  # type: ignore[arg-type]
         floors=SimpleNamespace(last_tap=lambda: "last", returned_not_repeated=[]),  # type: ignore[arg-type]
     )
     made.runs.both = lambda why, wanted: made.note((why, wanted.compare), "again")
     made.runs.returned = "results"
+    made.runs.recorded, made.runs.has_unseen_choices = False, lambda compared: False
 
     def sentences(named: Sequence[str] = (), has_taps: bool = True, **more: Any) -> tuple[list[str], ...]:
         made.naming = naming(named, **more)
@@ -105,7 +106,9 @@ def test_where_nothing_is_named_every_difference_is_reported(
     assert unexplained()[1] == []
 
 
-def test_where_all_agree_whole_numbers_are_no_output(unexplained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_agree_whole_numbers_are_no_output(
+    unexplained: Any, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "whole_numbers_alone" not in unexplained()[1]
     for name in ("written", "lost_gradients"):
         monkeypatch.setattr(Differences, name, lambda self: [], raising=False)
@@ -113,6 +116,17 @@ def test_where_all_agree_whole_numbers_are_no_output(unexplained: Any, monkeypat
     monkeypatch.setattr(Differences, "found", ())
     assert unexplained() == ([], ["lost", "without partner: last", "turned", "whole_numbers_alone"], [])
     assert "whole_numbers_alone" not in unexplained(has_taps=False)[1]
+    made.runs.has_unseen_choices = lambda compared: True
+    # One sentence on them is enough.
+    assert unexplained()[1][-1] == "whole_numbers_alone"
+    said = "The returned whole numbers, such as tokens, agree. The values"
+    assert unexplained(has_taps=False)[1][-1].startswith(said)
+    made.evidence = replace(made.evidence, returned=SimpleNamespace(has_whole_numbers=False))  # type: ignore[arg-type]
+    assert unexplained(has_taps=False)[1][-1] == "turned"
+    made.evidence = replace(made.evidence, returned=None)
+    assert unexplained(has_taps=False)[1][-1] == "turned"
+    made.runs.recorded = True
+    assert unexplained(has_taps=False)[1][-1].startswith(said)
 
 
 def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, made: Made) -> None:

@@ -294,6 +294,15 @@ def test_a_damaged_or_hostile_file_is_refused_by_its_name(
     assert not (tmp_path / "was-run").exists()
 
 
+@pytest.mark.parametrize("left", [200, 1000])
+def test_a_truncated_file_of_torch_is_called_truncated(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(torch.linspace(0, 1, 256), path)
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(gl.RecordingError, match=rf"{path} is damaged, or has more than .*: it is truncated: its table"):
+        gl.Recording.from_files(tmp_path)
+
+
 def expanded_pt(folder: Path) -> None:
     """A kilobyte that stands for a GiB."""
     torch.save(torch.ones(1).expand(1 << 28), folder / "x.pt")
