@@ -87,6 +87,16 @@ def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
         y = (x * 3).tanh()
         y.sum().backward()  # type: ignore[no-untyped-call]
     assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
+    assert not any(each.is_of_backward for each in recorder.operations if each.name in ("tanh", "sum"))
+
+
+def test_a_backward_pass_is_known_as_one_without_the_lines_of_its_forward_pass() -> None:
+    x = drawn(4).requires_grad_()
+    y = (x * 3).tanh().sum()
+    with OperationRecorder() as recorder:
+        y.backward()  # type: ignore[no-untyped-call]
+    backward = recorded(recorder, "tanh_backward")
+    assert (backward.backward_of, backward.is_of_backward) == ((), True)
 
 
 def _halved(gradient: torch.Tensor) -> torch.Tensor:

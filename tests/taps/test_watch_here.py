@@ -122,6 +122,22 @@ def test_inputs_are_no_longer_tapped_once_their_run_has_ended(recorder: Recorder
     assert recorder.names == ["0", "output"]
 
 
+def test_a_module_in_a_variable_of_the_caller_is_not_around_the_call(recorder: Recorder) -> None:
+    def call() -> torch.Tensor:
+        variable = model[1]
+        return variable(model[0](torch.ones(2)))
+
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with ModuleInputs(["0", "1"], ["0", "1"]) as inputs, gl.watch(model):
+        call()
+        assert {name: (each.within, each.function) for name, each in inputs.calls.items()} == {
+            "0": ((), "call"),
+            "1": ((), "call"),
+        }
+        model(torch.ones(2))
+        assert [inputs.calls[name].within for name in ("0", "1")] == [("output",)] * 2
+
+
 def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> None:
     def layers() -> Iterator[int]:
         for layer in range(2):

@@ -271,6 +271,11 @@ def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
     assert shown(theirs, replace(ours, operation="silu_(f32[2])")) == "The values first differ here (not confirmed):"
     confirmed = line("up", "target", confirmed=True)
     assert shown(confirmed).startswith("The values first differ here; with the baseline's value there, the tap agrees")
+    # A line that the other side lacks, such as one that draws random numbers, is not thereby confirmed.
+    assert shown(replace(theirs, is_only_here=True)) == shown(replace(ours, is_only_here=True)) == one_sided
+    without, added = (replace(line("up", side, confirmed=True), is_only_here=True) for side in ("target", "baseline"))
+    assert shown(without) == "The values first differ here; without this operation the tap agrees:"
+    assert shown(added) == "The values first differ here; with this operation added the tap agrees:"
 
 
 def test_a_suspect_line_is_marked_in_the_text() -> None:
