@@ -473,6 +473,7 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     whole = torch.arange(1.0, 17.0).reshape(2, 4, 2)
     rows = layout.local(whole)
     assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
+    assert [step.leaves_out for step in layout.steps] == ["3 of 8 rows"]
     joined = layout.join([rows])
     assert joined.known is not None
     assert torch.equal(joined.whole[joined.known], whole[joined.known])

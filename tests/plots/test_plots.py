@@ -594,6 +594,12 @@ def test_many_steps_share_strips_and_lose_no_maximum() -> None:
     assert "steps from 775" in title(figure)
 
 
+def test_a_strip_shows_the_largest_magnitude_whatever_its_sign() -> None:
+    rows = [row("h", 0.0, step=s, cosine=-0.5 if s == 777 else 1e-7) for s in range(1000)]
+    shown = by_gid(plots.ranks(frame(*rows), "h", value="cosine"), "cells").get_array()
+    assert (shown.max(), np.argmax(shown)) == (0.5, 777 // 5)
+
+
 # --- downsampling by maximum
 
 

@@ -92,6 +92,7 @@ def test_the_table_of_a_verdict_has_the_label_and_the_worst_rank_of_each_tap() -
     table = explored(taps(*rows).assign(alone=math.nan), 5.0, "a is wrong")
     shown = zip(*(table[key] for key in ("label", "status", "worst", "value")), strict=True)
     assert list(shown) == [("a", "culprit", "target[1]", 0.5), ("b", "inherited", "target[0]", 1e-8)]
+    assert (table["floors"], table["badness"]) == ([1e-7] * 2, [9.0, 0.1])
     assert table["notes"] == [[0, "culprit: a"]]
 
 

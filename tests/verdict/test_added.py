@@ -49,6 +49,9 @@ def test_a_difference_in_most_rows_is_not_excused_by_choices_in_few() -> None:
     assert spread["ratio"].item() > 50
     in_few_rows = added_frame(frame_of(row("mlp", 0.25, mean_abs=0.03, **known)), {"mlp": floor})
     assert in_few_rows["ratio"].item() < 5
+    # The difference is relative to the whole tensor, far from zero as it may be.
+    far = {**known, "mean_baseline": 10.0, "max_abs": 8.0}
+    assert added_frame(frame_of(row("mlp", 0.25, mean_abs=0.3, **far)), {"mlp": floor})["ratio"].item() < 5
 
 
 def test_a_non_finite_tap_does_not_affect_a_floor() -> None:
