@@ -13,6 +13,7 @@ from torch import nn
 import graftlab as gl
 from graftlab.taps import calls
 from graftlab.taps.module_inputs import ModuleInputs, _watched
+from graftlab.taps.watch import kinds_of_watched
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -108,6 +109,12 @@ def test_modules_are_known_as_long_as_they_are_watched(recorder: Recorder) -> No
         assert [(each.name, each.inside) for each in _watched[model]] == [("m.output", "m.")]
     assert model not in _watched
     assert model[0] not in _watched
+
+
+def test_the_kinds_of_taps_are_known_to_who_asked_before_the_watch() -> None:
+    kinds = kinds_of_watched()
+    gl.watch(nn.Sequential(nn.ReLU()), prefix="watched_later.")
+    assert (kinds["watched_later.0"], kinds["watched_later.output"]) == ("ReLU", "Sequential")
 
 
 def test_inputs_are_no_longer_tapped_once_their_run_has_ended(recorder: Recorder) -> None:

@@ -58,6 +58,8 @@ def test_values_that_only_round_differently_agree_before_an_exception() -> None:
     assert text_of(found).startswith(f"{raised} The values before that agree to rounding, up to b, the last that")
     wrong = replace(found, frame=frame.assign(label=["culprit", LABEL], ratio=[90.0, 1.0]))
     assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
+    given = replace(found, data=["The inputs already differ: x."])
+    assert text_of(given).startswith(f"{raised} Before that, values already differ:")
 
 
 def test_a_group_that_rounds_differently_is_shown_with_its_differing_weights() -> None:
@@ -135,6 +137,10 @@ def test_a_pair_has_the_targets_name_beside_it() -> None:
     other = tap("h.1.out", 90.0, target="blocks.2.mixed")
     assert "float32, most at h.1.out, the target's blocks.2.mixed)" in said(one, other)
     assert "float32, at the target's mixed)" in said(tap("out", 9.0, target="mixed"))
+
+
+def test_a_layer_at_the_threshold_is_not_wrong() -> None:
+    assert said(tap("h.0.q", 9.0), tap("h.1.q", 5.0)).startswith("h.*.q is computed differently in layer 0 of 0-1 (")
 
 
 def test_only_the_elements_of_a_stack_are_called_layers() -> None:
