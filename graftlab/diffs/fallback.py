@@ -210,7 +210,7 @@ def _side(parts: Sequence[dict[str, float]], name: str, pairs: int) -> _TensorMo
     return _TensorMoments(
         low,
         high,
-        origin if constant else origin + mean,
+        origin + mean,
         0.0 if constant else math.sqrt(max(spread, 0.0) / pairs),
         _sum(part[f"squares_{name}"] for part in parts),
     )

@@ -140,7 +140,10 @@ class Kernel:
             _pack(memory.buffer, 0, x, y, numel, types, threads, copied)
             failed = self.call_without_gil(memory.address)
         if failed:
-            raise RuntimeError("the kernel did not find the largest difference again; this is a bug in graftlab")
+            raise RuntimeError(
+                f"two tensors of {numel:,} elements were not measured: their largest difference was not found again. "
+                "Another thread may have written to them meanwhile; otherwise this is a bug in graftlab"
+            )
         stats = _Draft(*self.results.unpack_from(memory.buffer, _REQUEST.size))
         stats.max_abs_index = index_in(shape, stats.max_abs_index)
         stats.__class__ = DiffStats

@@ -155,7 +155,6 @@ def _sequences(rows: pd.DataFrame) -> Iterator[_CallSequence]:
     for each in found.values():
         if len(each) < _FEWEST_CALLS:
             continue
-        each.sort(key=lambda row: (row["step"], row["occurrence"]))
         baseline, target = (
             np.array([[row[f"{what}_{side}"] for what in _STATISTICS] for row in each], dtype=float)
             for side in ("baseline", "target")

@@ -76,6 +76,19 @@ def test_dtypes_that_need_two_passes_are_not_overwritten(baseline: torch.Tensor,
             assert each.is_meta or torch.equal(each, was)
 
 
+@pytest.mark.parametrize("size", [8, kernel.LETS_GO_FROM])
+def test_statistics_that_the_kernel_did_not_find_are_not_returned(size: int) -> None:
+    compiled = kernel.load()
+    if compiled is None:
+        pytest.skip(kernel.description())
+    x, y = torch.zeros(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
+    types = compiled.types[x.dtype, y.dtype]
+    # It refuses to copy them. The statistics of the measurement before are still in its memory.
+    assert compiled.measure(x.data_ptr(), y.data_ptr(), size, types, x.shape).max_abs == 1
+    with pytest.raises(RuntimeError, match=f"two tensors of {size:,} elements were not measured"):
+        compiled.measure(x.data_ptr(), y.data_ptr(), size, types, x.shape, kernel.X_OVER_Y)
+
+
 def test_a_leaf_that_requires_a_gradient_is_written_and_keeps_its_version() -> None:
     if kernel.load() is None:
         pytest.skip(kernel.description())

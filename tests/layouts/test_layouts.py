@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -24,6 +26,7 @@ from graftlab.layouts import (
     Partial,
     Rearrange,
     Replicate,
+    Rows,
     Scale,
     Shard,
     Unpack,
@@ -32,6 +35,7 @@ from graftlab.layouts import (
     parse_layout,
     relayout,
 )
+from graftlab.layouts.row_alignment import FoundRows
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
 
@@ -469,6 +473,7 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     whole = torch.arange(1.0, 17.0).reshape(2, 4, 2)
     rows = layout.local(whole)
     assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
+    assert [step.leaves_out for step in layout.steps] == ["3 of 8 rows"]
     joined = layout.join([rows])
     assert joined.known is not None
     assert torch.equal(joined.whole[joined.known], whole[joined.known])
@@ -480,6 +485,21 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     assert relaid.known[:, 0].tolist() == [True, True, True, False, True, True]
     with pytest.raises(LayoutError, match=r"found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
         layout.local(whole[:, :3])
+
+
+def test_rows_of_taps_state_what_they_leave_out_and_may_be_flat() -> None:
+    rows = Rows("ids", "tokens", flat=True)
+    assert rows.leaves_out == "rows that only ids or tokens has"
+    assert Layout((rows,)).leaves_out
+    # Padded sequences of 2 and 1 tokens on both sides, in another order.
+    found = rows.with_found(FoundRows((2, 2), (2, 2), np.array([2, -1, 0, 1])))
+    assert (found.leaves_out, found.lacks) == ("1 of 4 rows", True)
+    assert rows.with_found(FoundRows((2,), (2,), np.array([1, 0]))).leaves_out is None
+    whole = torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])
+    for shape, flat in (((2, 2, 1), False), ((4, 1), True), ((2, 2, 1), True), ((4, 1), False)):
+        taken = Layout((replace(found, flat=flat),)).local(whole.reshape(shape))
+        assert taken.shape == ((4, 1) if flat else (2, 2, 1))
+        assert taken.flatten().tolist() == [3, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from graftlab import layouts
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Mesh, layout_of_dtensor, relayout
 from graftlab.layouts.known_mesh import mesh_on
@@ -151,6 +152,11 @@ def test_a_plain_tensors_named_axes_are_those_of_the_device_mesh(
         first = rank - rank % 2
         assert tp == Mesh((("tp", 2),), (first, first + 1))
         assert unknown is None
+
+
+def test_how_the_ranks_values_become_one_is_the_placements() -> None:
+    for op in ("sum", "avg", "max", "min"):
+        assert Layout((_step(Partial(op), "tp", ()),)).text == Layout((layouts.Partial("tp", op),)).text
 
 
 def test_a_plain_tensor_has_no_placements_and_an_unknown_placement_is_not_guessed() -> None:

@@ -236,3 +236,9 @@ def test_annotations_with_different_names_are_not_of_one_tensor() -> None:
     with pytest.raises(LayoutError, match="only the target has 'd'") as caught:
         layouts_of_pair("b s h", "b s h d")
     assert caught.value.position == 6
+
+
+@pytest.mark.parametrize(("baseline", "target"), [("b s h", "h t"), ("h t", "b s h"), ("t h", "s b h")])
+def test_sequences_are_packed_only_where_they_are_the_first_dimensions(baseline: str, target: str) -> None:
+    with pytest.raises(LayoutError, match="packed needs t, or b and s, as the first dimensions"):
+        layouts_of_pair(baseline, target, {"b": 2}, packed=True)

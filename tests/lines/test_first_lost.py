@@ -232,6 +232,26 @@ def test_summands_that_no_rank_sums_are_named_with_the_line_that_makes_them() ->
     assert [(each.operation.name, each.lacks_sum) for each in found.target] == [("div", False)]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_summands_are_right_where_the_ranks_sum_them_wrongly(ranks: int) -> None:
+    def on_rank(rank: int) -> SliceTrace:
+        own = WEIGHT.chunk(ranks)[rank]
+
+        def summed(x: Tensor) -> Tensor:
+            part = F.linear(x, own).relu() @ own
+            together = part * -3
+            return together.tanh()
+
+        found = trace(summed, Q)
+        reduced = {"name": "allreduce_", "is_collective": True}
+        operations = [replace(each, **reduced) if each.name == "mul" else each for each in found.operations]
+        return replace(found, operations=tuple(operations))
+
+    whole = trace(lambda x: (F.linear(x, WEIGHT).relu() @ WEIGHT).tanh(), Q)
+    found = first_lost([whole], [on_rank(rank) for rank in range(ranks)], 0)
+    assert sources(found.target)[0] == "together = part * -3"
+
+
 def test_copies_on_all_ranks_are_no_summands_of_a_value_that_they_add_up_to() -> None:
     def halved(x: Tensor) -> Tensor:
         h = F.linear(x, WEIGHT).relu() @ WEIGHT

@@ -87,6 +87,16 @@ def test_backward_operations_have_the_line_of_their_forward_operation() -> None:
         y = (x * 3).tanh()
         y.sum().backward()  # type: ignore[no-untyped-call]
     assert recorded(recorder, "tanh_backward").frames()[0].source == "y = (x * 3).tanh()"
+    assert not any(each.is_of_backward for each in recorder.operations if each.name in ("tanh", "sum"))
+
+
+def test_a_backward_pass_is_known_as_one_without_the_lines_of_its_forward_pass() -> None:
+    x = drawn(4).requires_grad_()
+    y = (x * 3).tanh().sum()
+    with OperationRecorder() as recorder:
+        y.backward()  # type: ignore[no-untyped-call]
+    backward = recorded(recorder, "tanh_backward")
+    assert (backward.backward_of, backward.is_of_backward) == ((), True)
 
 
 def _halved(gradient: torch.Tensor) -> torch.Tensor:
@@ -338,9 +348,9 @@ def test_what_existed_before_and_is_read_far_from_a_wanted_value_alone_is_asked_
 def test_operations_have_their_arguments_and_shapes_apart() -> None:
     x = drawn(2, 3)
     with OperationRecorder() as recorder:
-        torch.softmax(x * 0.5, -1)
+        torch.softmax(x * 0.50005, -1)
     product, softmax = recorder.operations
-    assert (product.arguments, product.shapes) == (("other=0.5",), ((2, 3), (2, 3)))
+    assert (product.arguments, product.shapes) == (("other=0.50005",), ((2, 3), (2, 3)))
     assert softmax.arguments == ("dim=-1", "half_to_float=False")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def cures(remedy: Remedy, baseline: Function, target: Function) -> bool:
         ours.fed[index] = (number, lambda value: shown[remedy.partner].reshape(value.shape))  # type: ignore[index]
     for index, partner in remedy.grafted.items():
         ours.replaced[index] = lambda result, partner=partner: shown[partner].reshape(result.shape)  # type: ignore[misc]
+    assert {*remedy.changes} == {*ours.passed, *ours.fed, *ours.replaced}, "every operation that the run changes"
     return torch.allclose(trace(target, ours)[1], expected, atol=1e-6)
 
 
@@ -134,6 +136,11 @@ def test_a_line_that_computes_in_another_order_is_replaced_as_a_whole() -> None:
 
     helping = [each for each in remedies(inside, outside) if each.grafted and cures(each, inside, outside)]
     assert [each.operation.frames[0].source for each in helping] == ["return (F.relu(x.tanh()) + X) * 2"]
+    # The result of a collective may arrive after it has returned.
+    (one, _), (other, _) = trace(inside), trace(outside)
+    *before, last = other.operations
+    waiting = replace(other, operations=(*before, replace(last, is_collective=True)))
+    assert not any(each.grafted for each in first_lost([one], [waiting], 0).remedies)
 
 
 def test_no_line_is_replaced_that_reads_another_value() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from graftlab.base.sources import install_source
 from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, model_frame, stack_entries
+from graftlab.lines.operations import Operation
 from graftlab.zoo.model import Config, Math, Model, make_weights
 
 
@@ -165,3 +166,17 @@ def test_torchs_own_modules_have_their_lines_where_an_expression_calls_them(
     thread.start()
     thread.join()
     assert [each.source for each in found if each] == ["return F.layer_norm("]
+
+
+def test_callers_follow_only_the_line_that_made_the_operation_itself() -> None:
+    code = test_callers_follow_only_the_line_that_made_the_operation_itself.__code__
+    helper = StackEntry(code, 1, is_of_user=False, defines_modules=False, instruction=10)
+    model = StackEntry(code, 2, is_of_user=False, defines_modules=True, instruction=20)
+    caller = StackEntry(code, 3, is_of_user=True, defines_modules=False, instruction=30)
+
+    def shown(*stack: StackEntry) -> list[tuple[int, int]]:
+        frames = Operation(0, "mul", "mul(f32[2])", (), (), stack).frames()
+        return [(frame.line, frame.instruction) for frame in frames]
+
+    assert shown(helper, model, caller) == [(2, -1), (1, 10), (3, 30)]
+    assert shown(model, caller) == [(2, 20), (3, 30)]

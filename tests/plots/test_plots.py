@@ -27,6 +27,7 @@ from graftlab import plots
 from graftlab.diffs import samples
 from graftlab.plots import style
 from graftlab.plots.pairs import _two
+from graftlab.plots.scales import color_bar, log_image
 from graftlab.plots.taps import MAX_SLANTED
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -593,6 +594,12 @@ def test_many_steps_share_strips_and_lose_no_maximum() -> None:
     assert "steps from 775" in title(figure)
 
 
+def test_a_strip_shows_the_largest_magnitude_whatever_its_sign() -> None:
+    rows = [row("h", 0.0, step=s, cosine=-0.5 if s == 777 else 1e-7) for s in range(1000)]
+    shown = by_gid(plots.ranks(frame(*rows), "h", value="cosine"), "cells").get_array()
+    assert (shown.max(), np.argmax(shown)) == (0.5, 777 // 5)
+
+
 # --- downsampling by maximum
 
 
@@ -837,6 +844,20 @@ def test_empty_pairs_give_a_message_and_unlike_pairs_are_refused(draw: Callable[
         draw(torch.zeros(2, 3), torch.zeros(3, 2))
     with pytest.raises(TypeError, match=r"target must be a torch\.Tensor, got ndarray"):
         draw(torch.zeros(2), np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [((0.5, 2.0), ["0.5", "0.79", "1.3", "2"]), ((0.5, 20.0), ["1e0", "1e1"]), ((0.0, 0.0), None)],
+)
+def test_a_colour_bar_has_numbers_to_read_the_colours_by(values: tuple[float, ...], labels: list[str] | None) -> None:
+    figure = Figure()
+    shown, norm, colours = log_image(np.array([values]))
+    ax = figure.subplots()
+    color_bar(figure, ax.imshow(shown, norm=norm, cmap=colours), ax, "relative difference")
+    bars = figure.axes[1:]
+    assert [each.get_text() for bar in bars for each in bar.get_yticklabels()] == (labels or [])
+    assert len(bars) == (labels is not None)
 
 
 @given(

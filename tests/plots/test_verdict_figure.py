@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from graftlab.plots import style
-from graftlab.plots.verdict import added_errors
+from graftlab.plots.verdict import added_errors, explored
 
 
 def taps(*lines: dict[str, Any]) -> pd.DataFrame:
@@ -81,6 +81,19 @@ def test_culprits_are_named_above_the_axes_and_those_beyond_four_are_counted() -
 def test_taps_of_one_name_are_labelled_by_their_tags() -> None:
     figure = added_errors(taps(*({"name": "gelu", "tags": {"layer": layer}} for layer in range(3))))
     assert [each.get_text() for each in figure.axes[0].get_xticklabels()] == [f"gelu layer={n}" for n in range(3)]
+
+
+def test_the_table_of_a_verdict_has_the_label_and_the_worst_rank_of_each_tap() -> None:
+    rows: list[dict[str, Any]] = [
+        {"name": "a", "order": 0, "rank": 0, "ratio": 2.0},
+        {"name": "a", "order": 0, "rank": 1, "ratio": 9.0, "label": "culprit", "added": 0.5},
+        {"name": "b", "order": 1, "rank": 0, "label": "inherited"},
+    ]
+    table = explored(taps(*rows).assign(alone=math.nan), 5.0, "a is wrong")
+    shown = zip(*(table[key] for key in ("label", "status", "worst", "value")), strict=True)
+    assert list(shown) == [("a", "culprit", "target[1]", 0.5), ("b", "inherited", "target[0]", 1e-8)]
+    assert (table["floors"], table["badness"]) == ([1e-7] * 2, [9.0, 0.1])
+    assert table["notes"] == [[0, "culprit: a"]]
 
 
 @pytest.mark.slow

@@ -432,14 +432,16 @@ def test_invalid_extras_in_a_graph_are_refused_with_a_message(handler: TapHandle
         function(X)
 
 
-def test_a_layout_travels_with_the_tap(handler: TapHandler) -> None:
+def test_a_layout_travels_with_the_tap_and_so_does_the_lack_of_extras(handler: TapHandler) -> None:
     found: list[Any] = []
     handler.tap = lambda name, value, extras, tags, replace=False: found.append(extras)  # type: ignore[method-assign]
-    function = torch.compile(
-        lambda x: gl.tap("h", x * 2, layout="shard(dim=0, mesh='tp')", extras={"n": 1}), fullgraph=True, backend="eager"
-    )
-    function(X)
-    assert found == [ExtrasWithLayout("shard(dim=0, mesh='tp')", {"n": 1})]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gl.tap("h", x * 2, layout="shard(dim=0, mesh='tp')", extras={"n": 1})
+        return gl.tap("out", x + 1)
+
+    torch.compile(forward, fullgraph=True, backend="eager")(X)
+    assert found == [ExtrasWithLayout("shard(dim=0, mesh='tp')", {"n": 1}), None]
 
 
 def test_a_graft_of_a_gradient_leaves_autograds_own_tensor(

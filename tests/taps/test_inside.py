@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -121,6 +122,19 @@ def test_names_are_variables_or_else_lines(model: Decoder, recorder: Recorder) -
     assert recorder.tags[f"layers.1.{end}.matmul"] == {"file": "test_inside.py"}
     kinds = kinds_of_watched()
     assert (kinds["layers.1.q_rot"], kinds["layers.1.scores.3rd"]) == ("add", "softmax")
+
+
+def test_a_forward_that_was_wrapped_has_the_names_of_the_one_inside(recorder: Recorder) -> None:
+    norm = Norm()
+    with gl.watch(norm, include="False", inside="True"):
+        norm(X)
+    names, recorder.shown = recorder.names, []
+    # As libraries do that add something to each call.
+    norm.forward = functools.partial(Norm.forward, norm)  # type: ignore[method-assign]
+    with gl.watch(norm, include="False", inside="True"):
+        norm(X)
+    assert recorder.names == names
+    assert "scale" in names
 
 
 def test_a_tap_shows_the_value_that_the_variable_has(model: Decoder, recorder: Recorder) -> None:

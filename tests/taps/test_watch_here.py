@@ -13,6 +13,7 @@ from torch import nn
 import graftlab as gl
 from graftlab.taps import calls
 from graftlab.taps.module_inputs import ModuleInputs, _watched
+from graftlab.taps.watch import kinds_of_watched
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -110,6 +111,12 @@ def test_modules_are_known_as_long_as_they_are_watched(recorder: Recorder) -> No
     assert model[0] not in _watched
 
 
+def test_the_kinds_of_taps_are_known_to_who_asked_before_the_watch() -> None:
+    kinds = kinds_of_watched()
+    gl.watch(nn.Sequential(nn.ReLU()), prefix="watched_later.")
+    assert (kinds["watched_later.0"], kinds["watched_later.output"]) == ("ReLU", "Sequential")
+
+
 def test_inputs_are_no_longer_tapped_once_their_run_has_ended(recorder: Recorder) -> None:
     before, after = nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())
     x = torch.ones(2)
@@ -120,6 +127,22 @@ def test_inputs_are_no_longer_tapped_once_their_run_has_ended(recorder: Recorder
     with gl.watch(after):
         after(x)
     assert recorder.names == ["0", "output"]
+
+
+def test_a_module_in_a_variable_of_the_caller_is_not_around_the_call(recorder: Recorder) -> None:
+    def call() -> torch.Tensor:
+        variable = model[1]
+        return variable(model[0](torch.ones(2)))
+
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with ModuleInputs(["0", "1"], ["0", "1"]) as inputs, gl.watch(model):
+        call()
+        assert {name: (each.within, each.function) for name, each in inputs.calls.items()} == {
+            "0": ((), "call"),
+            "1": ((), "call"),
+        }
+        model(torch.ones(2))
+        assert [inputs.calls[name].within for name in ("0", "1")] == [("output",)] * 2
 
 
 def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> None:

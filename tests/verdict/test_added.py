@@ -11,7 +11,16 @@ import pytest
 from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.added import _taps, added_frame, coarser_dtype, named_groups, one_sided_filter, records, unseen_of
+from graftlab.verdict.added import (
+    _taps,
+    added_frame,
+    coarser_dtype,
+    is_spread,
+    named_groups,
+    one_sided_filter,
+    records,
+    unseen_of,
+)
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -49,6 +58,13 @@ def test_a_difference_in_most_rows_is_not_excused_by_choices_in_few() -> None:
     assert spread["ratio"].item() > 50
     in_few_rows = added_frame(frame_of(row("mlp", 0.25, mean_abs=0.03, **known)), {"mlp": floor})
     assert in_few_rows["ratio"].item() < 5
+    # The difference is relative to the whole tensor, far from zero as it may be.
+    far = {**known, "mean_baseline": 10.0, "max_abs": 8.0}
+    assert added_frame(frame_of(row("mlp", 0.25, mean_abs=0.3, **far)), {"mlp": floor})["ratio"].item() < 5
+    # What is not finite is in no sum.
+    finite = {**known, "rel_l2": 0.25, "mean_abs": 0.2, "nonfinite_differ": 0}
+    assert is_spread(finite)
+    assert not is_spread({**finite, "nonfinite_differ": 1})
 
 
 FP8 = "float8_e4m3fn"

@@ -55,6 +55,12 @@ def test_the_headline_has_the_most_important_sentence_of_several() -> None:
     assert not any(each in text for each in found.sentences[1:])
 
 
+def test_a_table_of_taps_has_the_largest_value_of_the_run_beside_the_newest() -> None:
+    rows = [row("a", step=step, rel_l2=rel_l2) for step, rel_l2 in enumerate((1e-7, 0.5, 1e-6))]
+    shown = explorer.figures(conclude(to_frame(rows), []))
+    assert (shown["value"], shown["highest"]) == ([1e-6], [0.5])
+
+
 def test_the_first_divergent_line_follows_the_order_of_the_rows_not_their_steps() -> None:
     rows = [
         row("grafted", step=9, rel_l2=0.5, status="grafted"),

@@ -68,6 +68,8 @@ def test_a_value_of_one_side_directly_before_a_named_tap_is_mentioned() -> None:
         ("missing", "target", "more", 4),
     )
     assert before(added, "head") == "Before g the target alone has norm, which was not compared."
+    first = in_order(("missing", "target", "norm", 1), ("grafted", "target", "head", 2))
+    assert before(first, "head") == "Before g the target alone has norm, which was not compared."
     assert before(added, "layers.0") == ""
     # The order of a row of the baseline counts the taps of the baseline.
     lost = in_order(

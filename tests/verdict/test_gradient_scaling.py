@@ -101,7 +101,9 @@ def test_the_sentence_states_both_factors() -> None:
     assert said.endswith("not named (out@grad, up.weight@param_grad).")
 
 
-def weights_rows(factors: dict[str, float], wrong: dict[str, float], one_element: str = "") -> pd.DataFrame:
+def weights_rows(
+    factors: dict[str, float], wrong: dict[str, float], one_element: str = "", baselines: torch.Tensor = BASELINES
+) -> pd.DataFrame:
     """A weight's gradient each, that many times the baseline's; those of ``wrong`` differ in another way too.
 
     That of ``one_element`` is large, and only one element of it differs.
@@ -110,7 +112,7 @@ def weights_rows(factors: dict[str, float], wrong: dict[str, float], one_element
     noise = torch.randn(64, generator=torch.Generator().manual_seed(1))
     large = torch.randn(65536, generator=torch.Generator().manual_seed(2))
     for name, factor in factors.items():
-        statistics = measure(BASELINES, factor * (BASELINES + wrong.get(name, 0.0) * noise))
+        statistics = measure(baselines, factor * (baselines + wrong.get(name, 0.0) * noise))
         if name == one_element:
             changed = large * factor
             changed[7] += 1e-3
@@ -136,17 +138,20 @@ WEIGHTS = [*(f"w{n}" for n in range(10)), "blocks.0.router.w", "blocks.1.router.
 
 
 def taken_out(
-    factors: dict[str, float], wrong: dict[str, float], one_element: str = ""
+    factors: dict[str, float], wrong: dict[str, float], one_element: str = "", baselines: torch.Tensor = BASELINES
 ) -> tuple[GradientScaling, pd.DataFrame]:
-    grafted = weights_rows(factors, wrong, one_element)
+    grafted = weights_rows(factors, wrong, one_element, baselines)
     frame = added_frame(grafted, {}, constant=1e-6)
     found = gradient_scaling(frame, grafted, named_groups(frame, 5.0), 1, 1, 5.0)
     return found, found.taken_out_of(frame)
 
 
+@pytest.mark.parametrize("baselines", [BASELINES, BASELINES.abs(), -BASELINES.abs()], ids=["both", "above", "below"])
 @pytest.mark.parametrize("factor", [1 - 1e-4, 0.37, 1024.0])
-def test_a_global_factor_is_taken_out_and_remaining_differences_are_named(factor: float) -> None:
-    found, frame = taken_out(dict.fromkeys(WEIGHTS, factor), {"blocks.1.router.w": 0.1})
+def test_a_global_factor_is_taken_out_and_remaining_differences_are_named(
+    factor: float, baselines: torch.Tensor
+) -> None:
+    found, frame = taken_out(dict.fromkeys(WEIGHTS, factor), {"blocks.1.router.w": 0.1}, baselines=baselines)
     assert found.groups == tuple(f"w{n}@param_grad" for n in range(10))
     assert f"One common factor, {factor:.6g}, explains the gradients of 10 groups" in found.text
     assert "The factor does not explain blocks.*.router.w." in found.text

@@ -47,7 +47,9 @@ def ahead(function: Value, by: int, scale: float = 1.0) -> Value:
 @pytest.mark.parametrize(("by", "side"), [(2, "target"), (-1, "baseline")])
 def test_the_side_that_is_ahead_is_found_with_its_steps(by: int, side: str) -> None:
     wrong = ("layers.0", lambda n: noise(n).sin(), lambda n: noise(n + by).cos())
-    found = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, by, 1 + 1e-7)), wrong]))))
+    # A mask that is the same in all steps agrees at any shift, and so also without one.
+    mask = ("mask", lambda n: noise(0), lambda n: noise(0))
+    found = find_misaligned_steps(to_frame(list(rows([mask, ("x", noise, ahead(noise, by, 1 + 1e-7)), wrong]))))
     assert found is not None
     assert (found.ahead, found.by, found.unit, found.tap) == (side, abs(by), "step", "x")
     assert f"The {side} is ahead by {abs(by)} step" in found.sentence
@@ -76,6 +78,16 @@ def test_calls_within_a_step_are_counted_where_they_do_not_make_whole_steps() ->
 )
 def test_other_differences_are_not_a_shift(taps: list[tuple[str, Value, Value]]) -> None:
     assert find_misaligned_steps(to_frame(list(rows(taps)))) is None
+
+
+def test_the_calls_of_a_tap_may_round_differently() -> None:
+    measured = list(rows([("x", noise, ahead(noise, 2, 1 + 2e-3))]))
+    assert find_misaligned_steps(to_frame(measured)) is None
+    # Only the last ones are computed in bfloat16.
+    coarse = [row._replace(dtype="bfloat16") if row.step > 3 else row for row in measured]
+    found = find_misaligned_steps(to_frame(coarse))
+    assert found is not None
+    assert (found.ahead, found.by) == ("target", 2)
 
 
 def test_steps_that_repeat_show_no_shift() -> None:

@@ -112,6 +112,15 @@ def test_a_tap_whose_group_is_equal_on_all_ranks_in_other_layers_should_be_equal
     assert "It looks like a partial sum that was not reduced here." in text_of_check(checked, [])
 
 
+def test_the_layer_whose_copies_differ_first_is_named() -> None:
+    taps = [
+        [sketch("h.0.x", NUMBERS[0])],
+        *([sketch(f"h.{n}.x", NUMBERS[n] + off) for n in (2, 1)] for off in (0, 0.1)),
+    ]
+    text = text_of_check(check([*taps[0], *taps[1]], [*taps[0], *taps[2]]), [])
+    assert text.startswith("h.*.x should be equal on the ranks but is not in layers 1-2, layer 2 first: rank 1 differs")
+
+
 def test_the_gradient_of_a_replicated_weight_is_a_copy_too() -> None:
     weight = sketch("w", NUMBERS[0], tags={"kind": "param"})
     ranks = [[weight, sketch("w", NUMBERS[1 + rank], tags={"kind": "param_grad"})] for rank in range(2)]
@@ -182,6 +191,9 @@ def test_a_copy_that_passes_on_its_difference_is_not_a_partial_sum() -> None:
 def test_of_two_partial_sums_the_last_before_the_copy_is_named() -> None:
     parts = [[sketch(name, NUMBERS[1 + rank]) for name in ("early", "late")] for rank in range(2)]
     ranks = [[sketch("x", NUMBERS[0]), *each, sketch("sum", NUMBERS[0] + each[0].values)] for each in parts]
+    assert "All of that difference is in late, " in text_of_check(check(*ranks), [])
+    # What is computed from the sum may have the same difference.
+    ranks = [[*shown, sketch("after", each[0].values)] for shown, each in zip(ranks, parts, strict=True)]
     assert "All of that difference is in late, " in text_of_check(check(*ranks), [])
 
 

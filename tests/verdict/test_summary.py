@@ -86,6 +86,8 @@ def test_whole_numbers_differ_even_by_the_smallest_amount(cast: str | None) -> N
 def test_whole_numbers_that_represent_fractions_may_round(dtype: str, cast: str | None) -> None:
     rows = frame({"name": "scaled", "rel_l2": 3e-7, "max_abs": 1.0, "dtype": dtype, "cast": cast})
     assert differences(rows)[0].startswith("first divergent: none; the only compared row, scaled")
+    far = differences(rows.assign(rel_l2=0.5))[0]
+    assert far.startswith("first divergent: scaled on target[0]: rel_l2 5.00e-01, 50,000 x the floor")
 
 
 def test_the_step_is_named_if_a_run_has_several() -> None:

@@ -15,6 +15,7 @@ from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.lines import DifferingLine, first_places, most_telling
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
 from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
@@ -57,6 +58,8 @@ def test_values_that_only_round_differently_agree_before_an_exception() -> None:
     assert text_of(found).startswith(f"{raised} The values before that agree to rounding, up to b, the last that")
     wrong = replace(found, frame=frame.assign(label=["culprit", LABEL], ratio=[90.0, 1.0]))
     assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
+    given = replace(found, data=["The inputs already differ: x."])
+    assert text_of(given).startswith(f"{raised} Before that, values already differ:")
 
 
 def test_a_group_that_rounds_differently_is_shown_with_its_differing_weights() -> None:
@@ -64,6 +67,18 @@ def test_a_group_that_rounds_differently_is_shown_with_its_differing_weights() -
     rounding = RoundingGroups(("b",), 1, ("bfloat16",))
     found = Findings(frame, 5.0, 1, rounding=rounding, weights={"b.bias": "b.bias (rel_l2 0.01)", "c.bias": "c.bias"})
     assert "because of weights that already differ: b.bias (rel_l2 0.01)." in text_of(found)
+
+
+def test_weights_that_the_sentence_of_their_module_states_are_not_stated_before_it() -> None:
+    frame = pd.DataFrame([tap("b", 90.0)], columns=list(COLUMNS))
+    weights = {name: f"{name} (rel_l2 0.01)" for name in ("b.bias", "c.bias")}
+    data = [f"{BEGINNINGS['param']}: {', '.join(weights.values())}.", f"{BEGINNINGS['input']}: x."]
+    lines = text_of(Findings(frame, 5.0, 1, weights=weights, data=data)).splitlines()
+    assert [line for line in lines if line.startswith(BEGINNINGS["param"])] == [
+        "The weights already differ: c.bias (rel_l2 0.01). The code that uses them is judged below."
+    ]
+    assert data[1] in lines
+    assert data[0] in text_of(Findings(frame, 5.0, 1, weights=dict([*weights.items()][1:]), data=data)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -124,6 +139,10 @@ def test_a_pair_has_the_targets_name_beside_it() -> None:
     assert "float32, at the target's mixed)" in said(tap("out", 9.0, target="mixed"))
 
 
+def test_a_layer_at_the_threshold_is_not_wrong() -> None:
+    assert said(tap("h.0.q", 9.0), tap("h.1.q", 5.0)).startswith("h.*.q is computed differently in layer 0 of 0-1 (")
+
+
 def test_only_the_elements_of_a_stack_are_called_layers() -> None:
     wrong = {"decoder.layers.{}.q": "layers 1-2", "res_blocks.{}.q": "layers 1-2", "net.{}": "members 1-2"}
     wrong |= {"steps.{}.state": "steps.1-2", "mlp.experts.{}.up": "experts.1-2"}
@@ -163,6 +182,12 @@ def test_the_first_wrong_gradient_in_backward_order_leads() -> None:
     inherits = {**tap("head.w", 1.0, kind="param_grad"), "error_ratio": 70.0}
     others = [tap(name, 90.0, kind="param_grad") for name in "abcd"]
     assert "agree" not in said(inherits, *others)
+    # What only rounds differently is no mistake.
+    rounds = {**tap("head.w", 9.0, kind="param_grad"), "label": LABEL}
+    frame = pd.DataFrame([rounds, *others], columns=list(COLUMNS))
+    rounding = RoundingGroups((rounds["group"],), 1, ("bfloat16",))
+    assert "Going backward" not in text_of(Findings(frame, 5.0, 1, rounding=rounding))
+    assert "Going backward" in text_of(Findings(frame[1:], 5.0, 1, rounding=rounding))
 
 
 def test_members_of_a_model_that_is_a_list_are_named_without_a_star() -> None:
@@ -269,8 +294,16 @@ def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
     assert shown(theirs, replace(ours, operation="addmm(f32[2])")) == one_sided
     assert shown(theirs) == one_sided
     assert shown(theirs, replace(ours, operation="silu_(f32[2])")) == "The values first differ here (not confirmed):"
+    # Of two lines of a side the first is its counterpart.
+    meant = replace(theirs, is_suspect=True), replace(theirs, line=8, operation="mul(f32[2])")
+    assert shown(*meant, ours) == "The values first differ here (not confirmed):"
     confirmed = line("up", "target", confirmed=True)
     assert shown(confirmed).startswith("The values first differ here; with the baseline's value there, the tap agrees")
+    # A line that the other side lacks, such as one that draws random numbers, is not thereby confirmed.
+    assert shown(replace(theirs, is_only_here=True)) == shown(replace(ours, is_only_here=True)) == one_sided
+    without, added = (replace(line("up", side, confirmed=True), is_only_here=True) for side in ("target", "baseline"))
+    assert shown(without) == "The values first differ here; without this operation the tap agrees:"
+    assert shown(added) == "The values first differ here; with this operation added the tap agrees:"
 
 
 def test_a_suspect_line_is_marked_in_the_text() -> None:
@@ -298,6 +331,8 @@ def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() ->
     # It takes the place of the last that would be reported.
     assert most_telling([order, count, order, telling, later]) == [order, count, telling]
     assert most_telling([order, telling, count, later]) == [order, telling, count]
+    confirmed = replace(order, confirmed=True)
+    assert most_telling([confirmed, count, order, telling]) == [confirmed, count, order]
     assert most_telling([order, count]) == [order, count]
     for counts in ("arange(3)", "argsort(i64[8], stable=True)", "cat([int32[2], bool[2]])", "zeros_like(f32[2])"):
         assert not replace(telling, operation=counts).is_telling
