@@ -110,7 +110,7 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
+    return value.untyped_storage().data_ptr()
 
 
 def _rounds(value: torch.Tensor) -> bool:
