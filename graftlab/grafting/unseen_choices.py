@@ -3,14 +3,16 @@
 Two sides may choose the same few tokens from different probabilities. So tokens clear the code before them only if a
 tap, or the result, shows what they were chosen from, or something that is computed from it. To find out, torch's
 operations are followed: each value that rounds belongs to the stretch of the call in which it was computed. A stretch
-ends at each tap and at each choice.
+ends at each tap and at each choice. What the choices were made from is summarised, so that the sides can be compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,8 +34,38 @@ _MOVES = frozenset(
 _NONE: frozenset[int] = frozenset()
 
 
-def has_unseen_choices(call: Callable[[], Any], taps: Collection[str], *, sees_result: bool = True) -> bool:
-    """Whether ``call`` returns whole numbers that were chosen from values that no tap of these names shows.
+Summary = tuple[int, int, float, float, float, float]
+"""A tensor's number of elements, of finite ones, their norm, and three sums of them under random signs."""
+
+
+class UnseenChoices(NamedTuple):
+    """Whether a call returns whole numbers chosen from values that nothing shows, and what it made its choices from."""
+
+    exist: bool = False
+    made_from: tuple[Summary, ...] = ()
+
+    def distance(self, other: UnseenChoices) -> float:
+        """The largest difference from what the other call made its choices from, over the norm; NaN if unknown.
+
+        It is an estimate of ``rel_l2``: the sums of a difference under random signs are about as large as its norm.
+        """
+        if len(self.made_from) != len(other.made_from) or not self.made_from:
+            return math.nan
+        return max(map(_distance, self.made_from, other.made_from))
+
+
+def _distance(one: Summary, other: Summary) -> float:
+    if one[0] != other[0]:
+        return math.nan
+    if one[1] != other[1]:
+        return math.inf
+    sums = [mine - theirs for mine, theirs in zip(one[3:], other[3:], strict=True)]
+    apart = max(abs(one[2] - other[2]), math.hypot(*sums) / math.sqrt(len(sums)))
+    return apart / one[2] if one[2] else math.inf if apart else 0.0
+
+
+def unseen_choices(call: Callable[[], Any], taps: Collection[str], *, sees_result: bool = True) -> UnseenChoices:
+    """Run ``call``, and find whole numbers in its result that were chosen from values that no tap of these names shows.
 
     With ``sees_result`` returned values show what they were computed from, too.
     """
@@ -47,8 +79,9 @@ def has_unseen_choices(call: Callable[[], Any], taps: Collection[str], *, sees_r
             flow.see(value)
         numbers = [number for value in named.values() if _is_whole(value) for number in value.flatten().tolist()]
         returned = set(numbers)
-        return len(numbers) < _MOST_RETURNED and any(each <= returned for each in flow.unseen())
-    return False
+        exist = len(numbers) < _MOST_RETURNED and any(each <= returned for each in flow.unseen())
+        return UnseenChoices(exist, tuple(flow.made_from))
+    return UnseenChoices()
 
 
 class _SeeingHandler(CountingHandler):
@@ -74,6 +107,7 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._behind: dict[int, frozenset[int]] = {}
         self._seen: set[int] = set()
         self._chosen: list[tuple[frozenset[int], set[int]]] = []
+        self.made_from: list[Summary] = []
 
     def see(self, value: torch.Tensor) -> None:
         """Note that a value is compared, and with it what it was computed from."""
@@ -97,6 +131,8 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rounds = any(map(_rounds, given))
         if rounds and func.overloadpacket not in _MOVES:
             of_values |= {self._stretch}
+        if rounds and any(map(_is_whole, _tensors(result))):
+            self.made_from += [_summary(each) for each in given if _rounds(each)]
         for value in _tensors(result):
             self._behind[_memory(value)] = behind if _is_whole(value) else of_values
             if _is_whole(value) and behind:
@@ -107,6 +143,22 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _behind_of(self, value: torch.Tensor) -> frozenset[int]:
         return self._behind.get(_memory(value), _NONE)
+
+
+def _summary(value: torch.Tensor) -> Summary:
+    flat = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    flat = flat.detach().reshape(-1).double()
+    finite = flat.isfinite()
+    flat = torch.where(finite, flat, 0.0)
+    sums = _signs(len(flat)).to(flat.device, flat.dtype) @ flat
+    return value.numel(), int(finite.sum()), float(flat.norm()), *map(float, sums)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=4)
+def _signs(count: int) -> torch.Tensor:
+    """Three rows of random signs, the same in every process."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 2, (3, count), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
 
 
 def _memory(value: torch.Tensor) -> int:

@@ -82,13 +82,13 @@ from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
 from graftlab.verdict.summary import floor_of
 from graftlab.verdict.unexplained import (
-    UNSEEN_CHOICES,
     AccumulatedFloors,
     ReturnedValues,
     UnexplainedDifferences,
     ValueDifference,
     cut_graphs,
     differing_taps,
+    on_unseen_choices,
 )
 from graftlab.verdict.wording import Findings, JobRemarks, reads_unwritten
 
@@ -228,7 +228,8 @@ class Judgement:
         unexplained += naming.quantised.factors(naming.frame, naming.named)
         # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
-            (naming.data if naming.data_differs else quantised).extend(naming.maybe_explained)
+            beside_data = naming.data_differs or not naming.quantised.text
+            (naming.data if beside_data else quantised).extend(naming.maybe_explained)
         rounding = self._rounds_differently(evidence, naming, swaps)
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
@@ -550,23 +551,26 @@ class Judgement:
             without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
             if not unexplained:
                 alone = differences.whole_numbers_alone() if has_taps else []
-                without_output += alone or self._unseen_choices(evidence)
+                unseen, differing = ([], []) if alone else self._unseen_choices(evidence)
+                without_output += alone + unseen
+                unexplained += differing
             if self._runs.raised is not None:
                 # The text begins with the exception, after which nothing is computed.
                 without_output = []
             return unexplained, (differences.lost() if states_lost else []) + without_output, []
         return unexplained, [], written
 
-    def _unseen_choices(self, evidence: Evidence) -> list[str]:
-        """A sentence on returned whole numbers that may agree by chance."""
+    def _unseen_choices(self, evidence: Evidence) -> tuple[list[str], list[str]]:
+        """A sentence on returned whole numbers that may agree by chance, or one if they do."""
         returned = evidence.returned
         # A recording returns nothing, so its taps may show whole numbers alone.
         if not (self._runs.recorded or (returned is not None and returned.has_whole_numbers)):
-            return []
-        found = self._attempt(
-            "what whole numbers are chosen from", lambda: self._runs.has_unseen_choices(evidence.compared), False
+            return [], []
+        unknown: float | None = None
+        distance = self._attempt(
+            "what whole numbers are chosen from", lambda: self._runs.unseen_choices(evidence.compared), unknown
         )
-        return list(UNSEEN_CHOICES) if found else []
+        return on_unseen_choices(distance, evidence.compared, self._threshold)
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 

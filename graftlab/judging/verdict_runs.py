@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -247,12 +248,13 @@ class VerdictRuns:
         """
         return []
 
-    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
-        """Whether returned whole numbers were chosen from values that nothing compared shows; False if unknown.
+    def unseen_choices(self, compared: pd.DataFrame) -> float | None:
+        """How far apart the values are from which returned whole numbers were chosen, if nothing compared shows them.
 
-        ``compared`` are the rows of a run without grafts.
+        An estimate of ``rel_l2``, NaN if unknown; None if there are no such values. ``compared`` are the rows of a run
+        without grafts.
         """
-        return False
+        return None
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -505,16 +507,25 @@ class CalledRuns(VerdictRuns):
             found = [] if any(each.unwritten for each in run.baseline) else found
         return found
 
-    def has_unseen_choices(self, compared: pd.DataFrame) -> bool:
+    def unseen_choices(self, compared: pd.DataFrame) -> float | None:
         # Only the target of a recording can be called, and what it returns is compared by its taps alone.
-        side: Side = "target" if self.recorded else "baseline"
         rows = [row for row in measured_rows(compared) if kind_of(row["tags"]) is None]
         if self.recorded and all(roundoff(coarser_dtype(row)) for row in rows):
-            return False
-        names = {str(row.get(f"{side}_name") or row["name"]) for row in rows}
-        call = partial(find_unseen_choices, self._callees()[side], sorted(names), not self.recorded)
-        run, _ = self._run("what whole numbers are chosen from", {side: call})
-        return any(run.target if self.recorded else run.baseline)
+            return None
+        calls = {
+            each: partial(
+                find_unseen_choices,
+                callee,
+                sorted({str(row.get(f"{each}_name") or row["name"]) for row in rows}),
+                not self.recorded,
+            )
+            for each, callee in self._callees().items()
+        }
+        run, _ = self._run("what whole numbers are chosen from", calls)
+        if not any(found.exist for found in (run.target if self.recorded else run.baseline)):
+            return None
+        distances = [one.distance(other) for one in run.baseline for other in run.target] if not self.recorded else []
+        return math.nan if not distances or any(map(math.isnan, distances)) else max(distances)
 
     def _repeated(self, callee: Callee) -> Callee:
         return partial(repeat_callee, callee, self.session.options.keep_budget)

@@ -23,7 +23,7 @@ from graftlab.grafting.self_graft import (
     without_dependents,
 )
 from graftlab.grafting.sketches import sketch_taps
-from graftlab.grafting.unseen_choices import has_unseen_choices
+from graftlab.grafting.unseen_choices import UnseenChoices, unseen_choices
 from graftlab.layouts.replicas import TapSketch
 from graftlab.plan.plan import GraftPlan
 from graftlab.taps.calls import here, step, tags
@@ -74,9 +74,9 @@ def graft_baseline_into_itself(
     )
 
 
-def find_unseen_choices(callee: Callee, taps: list[str], sees_result: bool) -> bool:
-    """Call :func:`graftlab.grafting.unseen_choices.has_unseen_choices`, unless code would be compiled anew for it."""
-    return not has_compiled() and has_unseen_choices(bind_callee(callee), taps, sees_result=sees_result)
+def find_unseen_choices(callee: Callee, taps: list[str], sees_result: bool) -> UnseenChoices:
+    """Call :func:`graftlab.grafting.unseen_choices.unseen_choices`, unless code would be compiled anew for it."""
+    return UnseenChoices() if has_compiled() else unseen_choices(bind_callee(callee), taps, sees_result=sees_result)
 
 
 def repeat_callee(callee: Callee, budget: int) -> Repetition:

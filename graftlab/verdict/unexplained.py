@@ -21,7 +21,7 @@ from graftlab.diffs.results import (
     named_tensors,
     value_in_words,
 )
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule, outputs_move_rows
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.align import MOVED
@@ -271,12 +271,30 @@ def cut_graphs(compared: pd.DataFrame, named: Sequence[str]) -> list[str]:
     return sentences
 
 
-UNSEEN_CHOICES = [
-    "The returned whole numbers, such as tokens, agree. The values from which they were chosen may differ, because "
-    "neither a tap nor a returned value shows them: tap them (gl.tap), such as the probabilities from which a token is "
-    "drawn, or return them."
-]
-"""A sentence on whole numbers which may agree by chance."""
+_BEYOND_ROUNDING = 1e-2
+"""No rounding of float32 adds up to this in the values from which tokens are chosen."""
+
+
+def on_unseen_choices(distance: float | None, compared: pd.DataFrame, threshold: float) -> tuple[list[str], list[str]]:
+    """A sentence on whole numbers which may agree by chance, or one if they do.
+
+    ``distance`` is how far apart the values are from which they were chosen (rel_l2, an estimate), NaN if unknown, and
+    None if they are shown. Up to one rounding, of float32 or of the taps' dtype, they agree.
+    """
+    dtypes = [str(dtype) for dtype in compared["dtype"].dropna().unique()]
+    rounding = max([DEFAULT_NOISE_FLOOR, *map(roundoff, dtypes)])
+    if distance is None or distance <= rounding:
+        return [], []
+    advice = (
+        "neither a tap nor a returned value shows them: tap them (gl.tap), such as the probabilities from which a "
+        "token is drawn, or return them."
+    )
+    agree = "The returned whole numbers, such as tokens, agree"
+    if math.isnan(distance):
+        return [f"{agree}. The values from which they were chosen may differ, because {advice}"], []
+    most = max(_BEYOND_ROUNDING, threshold * assumed_floor(dtypes)[0])
+    sentence = f"{agree}, but the values from which they were chosen differ by {distance:.2g}, and {advice}"
+    return ([], [sentence]) if distance > most else ([sentence], [])
 
 
 # ---- in words -------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from kit.grafters import GrafterWorld
@@ -13,6 +15,7 @@ import graftlab as gl
 from graftlab.diffs.results import NamedTensors, written_path
 from graftlab.grafting import unseen_choices
 from graftlab.taps import calls
+from graftlab.verdict.unexplained import on_unseen_choices
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def has_unseen_choices(call: Callable[[], Any], *, but: str = "", sees_result: bool = True) -> bool:
     """The answer with the taps of these tests, ``but`` the one of this name."""
     names = {"logits", "probs", "y", "buffer"} - {but}
-    return unseen_choices.has_unseen_choices(call, names, sees_result=sees_result)
+    return unseen_choices.unseen_choices(call, names, sees_result=sees_result).exist
 
 
 EMBEDDING = torch.linspace(-1, 1, 11 * 8).reshape(11, 8).sin()
@@ -133,3 +136,49 @@ def test_what_a_call_writes_is_not_returned() -> None:
         return NamedTensors({written_path("count"): (EMBEDDING * 2).argmax()})
 
     assert not has_unseen_choices(counts)
+
+
+# ---- the values behind them -----------------------------------------------------------------------------------------
+
+
+def distance(one: Callable[[], Any], other: Callable[[], Any]) -> float:
+    first, second = (unseen_choices.unseen_choices(call, ()) for call in (one, other))
+    return first.distance(second)
+
+
+def test_values_from_which_tokens_are_chosen_are_compared_between_the_sides() -> None:
+    assert distance(lambda: generate(sampled), lambda: generate(sampled)) == 0.0
+    found = distance(lambda: EMBEDDING[:, 0].argmax(), lambda: (EMBEDDING[:, 0] * 1.01).argmax())
+    assert 0.0099 < found < 0.02
+    # A change of direction alone shows in the sums under random signs.
+    turned = EMBEDDING[:, 0].roll(1)
+    rel_l2 = float((turned - EMBEDDING[:, 0]).norm() / turned.norm())
+    assert rel_l2 / 4 < distance(lambda: EMBEDDING[:, 0].argmax(), lambda: turned.argmax()) < 3 * rel_l2
+
+
+def test_masked_values_are_counted_and_left_out() -> None:
+    def top(count: int, scale: float = 1.0) -> torch.Tensor:
+        kept = EMBEDDING[:, 0].clone() * scale
+        kept[count:] = -torch.inf
+        return kept.argmax()
+
+    assert distance(lambda: top(5), lambda: top(5)) == 0.0
+    assert distance(lambda: top(5), lambda: top(6)) == float("inf")
+    assert 0.1 <= distance(lambda: top(5), lambda: top(5, 1.1)) < 0.2
+    assert distance(lambda: top(0), lambda: top(0)) == 0.0
+
+
+def test_choices_that_do_not_pair_have_no_distance() -> None:
+    assert math.isnan(distance(lambda: EMBEDDING[0].argmax(), lambda: EMBEDDING[:, 0].argmax()))
+    assert math.isnan(distance(lambda: generate(sampled, steps=2), lambda: generate(sampled, steps=3)))
+    assert math.isnan(distance(lambda: [3], lambda: [3]))
+
+
+def test_a_distance_beyond_one_rounding_is_stated_and_a_large_one_differs() -> None:
+    rows = pd.DataFrame({"dtype": ["float32", "int64", None]})
+    assert on_unseen_choices(None, rows, 5.0) == on_unseen_choices(1e-5, rows, 5.0) == ([], [])
+    for found, places in ((math.nan, (1, 0)), (2e-5, (1, 0)), (0.01, (1, 0)), (0.02, (0, 1)), (math.inf, (0, 1))):
+        assert tuple(map(len, on_unseen_choices(found, rows, 5.0))) == places
+    low = pd.DataFrame({"dtype": ["bfloat16"]})
+    for found, places in ((3e-3, (0, 0)), (5e-3, (1, 0)), (0.09, (1, 0)), (0.11, (0, 1))):
+        assert tuple(map(len, on_unseen_choices(found, low, 5.0))) == places

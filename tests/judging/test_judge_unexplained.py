@@ -649,8 +649,20 @@ def test_equal_tokens_do_not_clear_the_values_from_which_they_were_chosen(
     session: gl.Session, options: dict[str, Any]
 ) -> None:
     verdict = session.verdict(generated, generated, kwargs={"wrong": 1.0001, **options})
-    assert first_line(verdict).startswith("The returned whole numbers, such as tokens, agree. The values from which")
+    said = "The returned whole numbers, such as tokens, agree, but the values from which they were chosen differ by "
+    assert first_line(verdict).startswith(said)
     assert answer_of(verdict.findings, True, True) == "inconclusive"
+
+
+def test_tokens_chosen_from_clearly_different_values_differ(session: gl.Session) -> None:
+    verdict = session.verdict(generated, generated, kwargs={"wrong": 1.02, "sampled": True})
+    assert " the values from which they were chosen differ by 0.0" in first_line(verdict)
+    assert answer_of(verdict.findings, True, True) == "differ"
+
+
+def test_tokens_chosen_from_values_that_agree_clear_the_target(session: gl.Session) -> None:
+    verdict = session.verdict(generated, generated, kwargs={"in_other_order": True, "sampled": True})
+    assert answer_of(verdict.findings, True, True) == "agree", verdict.text
 
 
 def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     made.runs.both = lambda why, wanted: made.note((why, wanted.compare), "again")
     made.runs.returned = "results"
-    made.runs.recorded, made.runs.has_unseen_choices = False, lambda compared: False
+    made.evidence = replace(made.evidence, compared=pd.DataFrame({"dtype": ["float32"]}))
+    made.runs.recorded, made.runs.unseen_choices = False, lambda compared: None
 
     def sentences(named: Sequence[str] = (), has_taps: bool = True, **more: Any) -> tuple[list[str], ...]:
         made.naming = naming(named, **more)
@@ -116,11 +117,15 @@ def test_where_all_agree_whole_numbers_are_no_output(
     monkeypatch.setattr(Differences, "found", ())
     assert unexplained() == ([], ["lost", "without partner: last", "turned", "whole_numbers_alone"], [])
     assert "whole_numbers_alone" not in unexplained(has_taps=False)[1]
-    made.runs.has_unseen_choices = lambda compared: True
+    made.runs.unseen_choices = lambda compared: math.nan
     # One sentence on them is enough.
     assert unexplained()[1][-1] == "whole_numbers_alone"
     said = "The returned whole numbers, such as tokens, agree. The values"
     assert unexplained(has_taps=False)[1][-1].startswith(said)
+    made.runs.unseen_choices = lambda compared: 0.02
+    (differing,) = unexplained(has_taps=False)[0]
+    assert "but the values from which they were chosen differ by 0.02" in differing
+    made.runs.unseen_choices = lambda compared: math.nan
     made.evidence = replace(made.evidence, returned=SimpleNamespace(has_whole_numbers=False))  # type: ignore[arg-type]
     assert unexplained(has_taps=False)[1][-1] == "turned"
     made.evidence = replace(made.evidence, returned=None)
@@ -376,7 +381,7 @@ def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, 
     assert floors == "of groups"
     assert options.pop("compared") is made.evidence.compared
     # Nothing was run against itself, so rounding is assumed.
-    assert options == {"own": "of taps", "constant": assumed_floor(["float32"])[0]}
+    assert options == {"own": "of taps", "constant": assumed_floor(["float32"])[0], "allowed": {}}
     assert found.accumulated.constant == options["constant"]
     assert (found.named, found.differing, found.given) == (["b", "c"], ["differs"], {"x"})
     assert given["differing_taps"][1] == {"leave": {"x"}}
