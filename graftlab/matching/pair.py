@@ -16,7 +16,8 @@ MEANINGS = {
     "near": "the values are equal up to rounding",
     "confirmed": "first by rule, then by value once earlier taps were grafted",
     "rule": "as in other layers, where the values match, because later taps match once it is grafted, or, of a weight, "
-    "because the outputs of the modules pair or most of its values are equal",
+    "because the outputs of the modules pair or most of its values are equal; of a fused module's output, because the "
+    "weights pair",
     "guess": "by name alone; never grafted",
 }
 

@@ -304,10 +304,10 @@ def test_a_rank_names_whom_it_waited_for() -> None:
 
 
 def test_a_rank_whose_notebook_has_gone_or_sends_a_later_message_ends() -> None:
-    setup = _LaunchSetup(spec_of(Place("target", 1, 2, 1)), Line(closed=True))  # type: ignore[arg-type]
+    setup = _LaunchSetup(spec_of(Place("target", 1, 2, 1), timeout=60.0), Line(closed=True))  # type: ignore[arg-type]
     with pytest.raises(SessionError, match="the notebook has ended, or gave up this launch"):
         setup.store()
-    setup = _LaunchSetup(spec_of(Place("target", 1, 2, 1)), Line(Shutdown()))  # type: ignore[arg-type]
+    setup = _LaunchSetup(spec_of(Place("target", 1, 2, 1), timeout=60.0), Line(Shutdown()))  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="the notebook sent Shutdown before the start"):
         setup.store()
 
