@@ -62,7 +62,8 @@ def by_extras(shown: torch.Tensor, extras: Any) -> torch.Tensor:
 def weight_extras(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return the extras of the tap of a weight: the scale of one of 8 bits."""
     scale = scale_of(name, tensors)
-    return None if scale is None else {SCALE: scale}
+    # In float32, because pickle cannot load tensors of 8-bit floats.
+    return None if scale is None else {SCALE: scale.detach().float()}
 
 
 def _expanded(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ bfloat16 against float32.
 
 # In units in the last place of a coarse dtype, because rounding accumulates through a model.
 _ROUNDINGS = 2.5
+_PACKED = "float4_e2m1fn_x2"
 _FLOAT32 = float(torch.finfo(torch.float32).eps)
 
 
@@ -49,13 +50,16 @@ def roundoff(dtype: str) -> float:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return 0.0
+    if dtype == _PACKED:
+        # torch does not know it.
+        return 0.25
     return torch.finfo(found).eps / 2
 
 
 def is_quantised(dtype: str) -> bool:
     """Whether numbers of a dtype, given by name, have at most 8 bits: values are stored in it, not computed."""
     found = getattr(torch, dtype, None)
-    return isinstance(found, torch.dtype) and found.is_floating_point and torch.finfo(found).bits <= 8
+    return isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize == 1
 
 
 def quantised_roundoff(dtype: str, dtypes: Iterable[str]) -> float:

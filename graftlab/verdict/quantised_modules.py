@@ -14,7 +14,7 @@ import torch
 from graftlab.base.quantisation import is_quantised, scale_names
 from graftlab.base.tap_groups import group_of, kind_of, numbers_in
 from graftlab.base.text import counted, first_of, listed, numbered
-from graftlab.base.world import SIDES
+from graftlab.base.world import SIDES, Side
 from graftlab.diffs.rounding import cast_dtypes, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.quantised import DEQUANTISED
@@ -30,6 +30,12 @@ _OF_ROUNDING = 0.42
 """The rel_l2 of rounding to the nearest float, in unit roundoffs: 1 / sqrt(3) over the mean size of a mantissa."""
 _OF_INTEGERS = 0.02
 """The rel_l2 of rounding activations to 8-bit integers, with a scale for each token."""
+_OF_PACKED = 0.15
+"""The rel_l2 of a weight of 4 bits, or of integers of 8 bits that may hold numbers of 4."""
+_FACTOR_OF_PACKED = 0.05
+"""Methods for 4 bits make up for outputs, or clip, so their rounding may have a direction."""
+_MARKS = ("scale", "qweight", "qzeros", "absmax")
+"""Parts of the names of a module's other tensors, if its weight is packed."""
 _MOST_SHOWN = 6
 
 
@@ -76,28 +82,46 @@ def is_dequantised(row: Mapping[str, Any]) -> bool:
     return DEQUANTISED in (row["aligned_by"] or "")
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """A weight that one ``side`` alone has in few bits, and the largest difference that may explain in outputs.
+
+    ``codes`` is the name of their dtype, blank if they are packed.
+    """
+
+    row: Mapping[str, Any]
+    side: Side
+    codes: str
+    limit: float
+    factor: float = _FACTOR
+
+    @property
+    def module(self) -> str:
+        return str(self.row["name"]).rpartition(".")[0]
+
+
 def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> QuantisedModules:
     """Find such modules, by their weights in ``compared``, and how far their outputs are apart in ``grafted``.
 
     ``grafted`` are the rows of a run in which every tap had the baseline's values. An output is named above
     ``threshold`` times its floor. One that differs by a factor has no such floor.
     """
-    weights = [(row, pair) for row in _weights(compared) if (pair := quantised_pair(row)) is not None]
+    weights = _weights(compared)
     if not weights:
         return QuantisedModules()
-    limits = {row["name"].rpartition(".")[0]: _limit(row, pair) for row, pair in weights}
+    modules = {weight.module: weight for weight in weights}
     outputs: dict[str, list[dict[str, Any]]] = {}
     for row in records(grafted[grafted["status"].isin(MEASURED)]):
-        if kind_of(row["tags"]) is None and row["name"].partition("[")[0] in limits and row["rel_l2"] is not None:
+        if kind_of(row["tags"]) is None and _module(row["name"]) in modules and row["rel_l2"] is not None:
             outputs.setdefault(row["name"], []).append(row)
     usual = median(row["rel_l2"] for rows in outputs.values() for row in rows) if outputs else 0.0
     scaled = {
         name: f"the target's {name} is {factor:.3g} times the baseline's"
         for name, rows in outputs.items()
-        if (factor := next(filter(None, map(_factor, rows)), None))
+        if (factor := next(filter(None, (_factor(row, modules[_module(name)].factor) for row in rows)), None))
     }
-    allowed = {name: _TIMES * min(usual, limits[name.partition("[")[0]]) for name in outputs if name not in scaled}
-    own_names = {name for row, _ in weights if is_dequantised(row) for name in _own_names(row)}
+    allowed = {name: _TIMES * min(usual, modules[_module(name)].limit) for name in outputs if name not in scaled}
+    own_names = {name for weight in weights if is_dequantised(weight.row) for name in _own_names(weight.row)}
     scales = {each for name in own_names for each in scale_names(name)}
     if not any(row["rel_l2"] for rows in outputs.values() for row in rows) and outputs:
         # The other side has rounded its weights alike, and nothing else is quantised.
@@ -107,10 +131,47 @@ def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: 
     return QuantisedModules(floors, tuple(_sentences(weights, outputs, allowed)), scaled, scales)
 
 
-def _weights(compared: pd.DataFrame) -> list[dict[str, Any]]:
+def _module(name: str) -> str:
+    """The name of the module that has this output, or a part of it."""
+    return name.partition("[")[0]
+
+
+def _weights(compared: pd.DataFrame) -> list[_Weight]:
     if not len(compared):
         return []
-    return records(compared[compared["status"].isin(MEASURED) & (compared["step"] == compared["step"].min())])
+    rows = records(compared[compared["step"] == compared["step"].min()])
+    params = [row for row in rows if kind_of(row["tags"]) == "param"]
+    found = []
+    for row in params:
+        if row["status"] in MEASURED and (pair := quantised_pair(row)) is not None:
+            side = SIDES[1 if is_quantised(getattr(torch, pair[1])) else 0]
+            found.append(_Weight(row, side, _codes(pair), _limit(row, pair)))
+    return found + _packed([row for row in params if row["status"] not in MEASURED])
+
+
+def _packed(lone: Sequence[Mapping[str, Any]]) -> list[_Weight]:
+    """The weights without a partner whose modules have tensors on the other side alone, such as packed codes."""
+    beside: dict[str, Side] = {}
+    for row in lone:
+        module, _, leaf = row["name"].rpartition(".")
+        if any(mark in leaf for mark in _MARKS):
+            beside.setdefault(module, row["side"])
+    found = []
+    limit = _TIMES * math.hypot(_OF_PACKED, _OF_INTEGERS)
+    for row in lone:
+        module, _, leaf = row["name"].rpartition(".")
+        own = getattr(torch, row["dtype"] or "", None)
+        # A norm's weight may be the other side's ``scale``.
+        if leaf != "weight" or own is None or len(row["shape"]) < 2:
+            continue
+        if row["status"] == "failed" and is_quantised(own):
+            side: Side = row["side"]
+        elif module in beside and beside[module] != row["side"] and own.is_floating_point and not is_quantised(own):
+            side = beside[module]
+        else:
+            continue
+        found.append(_Weight(row, side, "", limit, _FACTOR_OF_PACKED))
+    return found
 
 
 def _own_names(row: Mapping[str, Any]) -> set[str]:
@@ -127,27 +188,24 @@ def _limit(row: Mapping[str, Any], pair: tuple[str, str]) -> float:
 
 
 def most_by_rounding(codes: str) -> float:
-    """The largest rel_l2 of a dequantised weight that its rounding to this dtype may explain.
-
-    Integers of 8 bits may hold numbers of 4.
-    """
-    return roundoff(codes) or 0.15
+    """The largest rel_l2 of a dequantised weight that its rounding to this dtype may explain."""
+    return roundoff(codes) or _OF_PACKED
 
 
 def is_wrongly_quantised(row: Mapping[str, Any], pair: tuple[str, str]) -> bool:
     """Whether a dequantised weight differs by more than rounding to 8 bits, or by a factor."""
     if row["nonfinite_differ"] or row["rel_l2"] > most_by_rounding(_codes(pair)):
         return True
-    return _factor(row) is not None
+    return _factor(row, _FACTOR) is not None
 
 
-def _factor(row: Mapping[str, Any]) -> float | None:
+def _factor(row: Mapping[str, Any], most: float) -> float | None:
     """The factor by which the sides differ, beside differences of no preferred direction; None if it may be 1."""
     squares = [row[f"mean_{side}"] ** 2 + row[f"std_{side}"] ** 2 for side in SIDES]
     if not all(squares) or row["cosine"] is None:
         return None
     factor = row["cosine"] * math.sqrt(squares[1] / squares[0])
-    is_near = abs(factor - 1) <= max(_FACTOR, _SIGMAS * row["rel_l2"] / math.sqrt(row["numel"]))
+    is_near = abs(factor - 1) <= max(most, _SIGMAS * row["rel_l2"] / math.sqrt(row["numel"]))
     return None if is_near else factor
 
 
@@ -156,32 +214,36 @@ def _codes(pair: tuple[str, str]) -> str:
 
 
 def _sentences(
-    weights: Sequence[tuple[dict[str, Any], tuple[str, str]]],
+    weights: Sequence[_Weight],
     outputs: Mapping[str, Sequence[Mapping[str, Any]]],
     allowed: Mapping[str, float],
 ) -> list[str]:
     """What is quantised, how far that moves the outputs of its modules, and what cannot be seen."""
-    side = SIDES[1 if is_quantised(getattr(torch, weights[0][1][1])) else 0]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row, _ in weights:
-        groups.setdefault(group_of(row["name"]), []).append(row)
+    side = weights[0].side
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for weight in weights:
+        groups.setdefault(group_of(weight.row["name"]), []).append(weight.row)
     words = [f"{group}{_layers(rows)}" for group, rows in groups.items()]
     other = next(each for each in SIDES if each != side)
-    known = [row["rel_l2"] for row, _ in weights if is_dequantised(row)]
+    known = [weight.row["rel_l2"] for weight in weights if is_dequantised(weight.row)]
     how = f"times their scales they differ from the {other}'s by at most {max(known):.2g} (rel_l2)" if known else ""
     if len(known) < len(weights):
+        is_packed = any(weight.factor == _FACTOR_OF_PACKED for weight in weights)
+        why = "they are packed" if is_packed else "no scale was found"
         of_some = f"of {len(weights) - len(known)} " if known else ""
-        how += f"{'; ' if how else ''}the values {of_some}are not compared, because no scale was found"
-    codes = " and ".join(dict.fromkeys(_codes(pair) for _, pair in weights))
-    found = [f"The {side}'s weights are quantised to {codes}: {first_of(words, _MOST_SHOWN)}; {how}."]
+        how += f"{'; ' if how else ''}the values {of_some}are not compared, because {why}"
+    codes = " and ".join(dict.fromkeys(weight.codes for weight in weights if weight.codes))
+    to_codes = f" to {codes}" if codes else ""
+    found = [f"The {side}'s weights are quantised{to_codes}: {first_of(words, _MOST_SHOWN)}; {how}."]
     within = {name: [row["rel_l2"] for row in outputs[name]] for name in allowed}
     within = {name: sizes for name, sizes in within.items() if max(sizes) <= allowed[name]}
     sizes = [size for each in within.values() for size in each]
     if sizes:
+        most = max(within, key=lambda name: max(within[name]))
         found.append(
             f"From equal inputs, {len(within)} of {counted(len(outputs), 'output')} of such modules differ by "
-            f"{min(sizes):.2g} to {max(sizes):.2g}. Quantising explains up to {max(allowed.values()):.2g}; a mistake "
-            "within that is not seen."
+            f"{min(sizes):.2g} to {max(sizes):.2g}, most at {most}. Quantising explains up to "
+            f"{max(allowed.values()):.2g}; a mistake within that is not seen."
         )
     return found
 

@@ -51,6 +51,24 @@ class Rounded(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight_scale.to(x.dtype))
 
 
+class Packed(nn.Module):
+    """A linear layer of integers of 4 bits, two in a byte, with a scale for each row."""
+
+    def __init__(self, linear: nn.Linear, wrong: str) -> None:
+        super().__init__()
+        w, self.wrong = linear.weight.detach().float(), wrong
+        self.register_buffer("weight_scale", w.abs().amax(1) / 7)
+        codes = (w / self.weight_scale[:, None]).round().to(torch.int8).view(torch.uint8) & 15
+        self.register_buffer("weight", codes[:, ::2] | codes[:, 1::2] << 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1).to(torch.int16)
+        values = torch.where(codes > 7, codes - 16, codes).float()
+        if self.wrong:
+            values = values.roll(1, 1)
+        return (x.float() @ (values * self.weight_scale[:, None]).T).to(x.dtype)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,3 +198,14 @@ def test_a_fused_and_quantised_module_is_compared_with_its_parts(wrong: str, ans
         assert (
             "layers.2.gate is 1.02 times" in text or "layers.*.gate is computed differently in layer 2 of 0-3" in text
         )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("wrong", "answer", "count"), [("", "inconclusive", 8), ("rolled", "differ", 7)])
+def test_packed_codes_are_not_compared_and_their_modules_are(wrong: str, answer: str, count: int) -> None:
+    found, text = compared(partial(model), partial(model, Packed, wrong))
+    assert found == answer, text
+    assert "the values are not compared, because they are packed." in text
+    assert f"From equal inputs, {count} of 8 outputs of such modules differ by " in text
+    assert ("layers.*.down is computed differently in layer 2 of 0-3 (" in text) is bool(wrong)
+    assert "weights already differ" not in text

@@ -15,7 +15,7 @@ from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modul
 FP8 = "bfloat16 -> float8_e4m3fn"
 
 
-def row(name: str, rel_l2: float, *, kind: str | None = None, factor: float = 1.0, **more: Any) -> Row:
+def row(name: str, rel_l2: float | None = None, *, kind: str | None = None, factor: float = 1.0, **more: Any) -> Row:
     """Values with a standard deviation of 1, and a target that is ``factor`` times them, beside noise."""
     given: dict[str, Any] = {
         **{
@@ -31,7 +31,8 @@ def row(name: str, rel_l2: float, *, kind: str | None = None, factor: float = 1.
         **more,
     }
     tags = {"name": name, **({} if kind is None else {"kind": kind})}
-    return Row(0, 0, 1, name, tags, "b2t", "target", 0, given.pop("status", "compared"), [0], **given)
+    side = given.pop("side", "target")
+    return Row(0, 0, 1, name, tags, "b2t", side, 0, given.pop("status", "compared"), [0], **given)
 
 
 def weight(layer: int, rel_l2: float = 0.026, **more: Any) -> Row:
@@ -49,7 +50,9 @@ def test_outputs_up_to_twice_their_median_are_not_named() -> None:
     assert {name: floor.rel_l2 for name, floor in modules.floors.items()} == {
         f"layers.{n}.up": pytest.approx(2 * 0.036 / 5) for n in range(4)
     }
-    assert modules.text[1].startswith("From equal inputs, 3 of 4 outputs of such modules differ by 0.036 to 0.036.")
+    assert modules.text[1].startswith(
+        "From equal inputs, 3 of 4 outputs of such modules differ by 0.036 to 0.036, most at "
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,3 +114,54 @@ def test_a_wrong_scale_is_a_difference_of_weights_that_cannot_be_lent() -> None:
     (sentence,) = differing_data(weights, 5.0)
     assert sentence.startswith("The weights already differ: layers.*.up.weight in layers 0-1, 3 (")
     assert weights_to_lend(weights, 5.0) == []
+
+
+# ---- weights that are packed ----------------------------------------------------------------------------------------
+
+
+def lone(layer: int, leaf: str, side: str, dtype: str, *, status: str = "missing") -> Row:
+    given: dict[str, Any] = {"side": side, "dtype": dtype, "status": status, "shape": [64, 64]}
+    return row(f"layers.{layer}.up.{leaf}", kind="param", **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_packed"),
+    [
+        # As GPTQ names them, and as codes of other shapes or of a dtype that cannot be compared.
+        ([("weight", "baseline", "bfloat16"), ("qweight", "target", "int32"), ("scales", "target", "float16")], True),
+        ([("weight", "target", "uint8", "failed"), ("weight_scale", "target", "float32")], True),
+        ([("weight", "target", "uint8", "failed")], True),
+        ([("weight", "baseline", "bfloat16"), ("weight_scale", "target", "float32")], True),
+        # Not of the other side, no scale, no floating-point weight, or another tensor without a partner.
+        ([("weight", "baseline", "bfloat16"), ("weight_scale", "baseline", "float32")], False),
+        ([("weight", "baseline", "bfloat16"), ("lora_A", "target", "float32")], False),
+        ([("weight", "baseline", "int32"), ("weight_scale", "target", "float32")], False),
+        ([("bias", "baseline", "bfloat16"), ("weight_scale", "target", "float32")], False),
+        ([("weight", "target", "bfloat16", "failed"), ("weight_scale", "target", "float32")], False),
+    ],
+)
+def test_a_module_with_codes_beside_a_full_weight_is_quantised(rows: list[tuple[str, ...]], is_packed: bool) -> None:
+    weights = [
+        lone(n, leaf, side, dtype, status=status[0] if status else "unmatched" if side == "baseline" else "missing")
+        for n in range(3)
+        for leaf, side, dtype, *status in rows
+    ]
+    outputs = [row(f"layers.{n}.up", 0.5 if n == 1 else 0.1, factor=1.04, status="grafted") for n in range(3)]
+    modules = found(weights, outputs)
+    assert bool(modules.floors) is is_packed
+    if is_packed:
+        assert modules.text[0] == (
+            "The target's weights are quantised: layers.*.up.weight in layers 0-2; the values are not compared, "
+            "because they are packed."
+        )
+        assert modules.text[1].startswith("From equal inputs, 2 of 3 outputs of such modules differ by 0.1 to 0.1,")
+        # Methods for 4 bits may have a direction.
+        assert modules.scaled == {}
+
+
+def test_a_norms_weight_under_another_name_is_not_quantised() -> None:
+    weights = [
+        row(f"norm.{leaf}", kind="param", side=side, dtype="bfloat16", status=status)
+        for leaf, side, status in (("weight", "baseline", "unmatched"), ("scale", "target", "missing"))
+    ]
+    assert found(weights, [row("norm", 0.1, status="grafted")]) == QuantisedModules()
