@@ -44,6 +44,7 @@ from graftlab.verdict.added import (
     added_frame,
     labelled,
     named_groups,
+    names_one_tap,
     one_sided_filter,
     records,
     unread_grafts,
@@ -240,7 +241,11 @@ class Judgement:
         if outdated and naming.named:
             remarks.append(no_longer_equal(outdated))
         may_be_inherited = cut_graphs(evidence.compared, naming.named)
-        may_be_inherited += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        unread = unread_grafts(naming.frame, self._threshold)
+        # What is named in each pass of a loop, such as its logits, is no less wrong there.
+        (remarks if names_one_tap(naming.frame, self._threshold) else may_be_inherited).extend(
+            unread_grafts_text(unread)
+        )
         remarks += held_choices(naming.frame, naming.named)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY

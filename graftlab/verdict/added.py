@@ -421,6 +421,12 @@ def unread_grafts(frame: pd.DataFrame, threshold: float) -> list[str]:
     return list(found)
 
 
+def names_one_tap(frame: pd.DataFrame, threshold: float) -> bool:
+    """Whether all that a verdict names are calls of one tap, and not the same tap in several layers."""
+    rows = frame[frame["ratio"] > threshold]
+    return rows["name"].nunique() == 1 and not any("layer" in tags for tags in rows["tags"])
+
+
 def unread_grafts_text(groups: list[str]) -> list[str]:
     """A sentence on grafts whose effect was not checked."""
     if not groups:

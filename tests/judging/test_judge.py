@@ -230,6 +230,23 @@ def test_a_tap_of_an_unused_copy_is_reported_to_pass_nothing_on(session: gl.Sess
     assert verdict.text.startswith("Not checked: the effect of layers.*.h: grafting it changed no later tap. If")
 
 
+def looped(fault: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    weight, head = torch.randn(16, 16, generator=generator) / 4, torch.randn(16, 30, generator=generator)
+    state, tokens = torch.ones(16), []
+    for t in range(4):
+        state = gl.tap("state", torch.tanh(state @ weight + t), t=t)
+        logits = gl.tap("logits", state @ head * (1.01 if fault and gl.here().side == "target" else 1), t=t)
+        tokens.append(logits.argmax())
+    return torch.stack(tokens)
+
+
+def test_the_logits_of_a_loop_are_named_before_the_remark_that_nothing_reads_them(session: gl.Session) -> None:
+    text = session.verdict(looped, looped, args=(True,)).text
+    assert text.startswith("logits is computed differently (")
+    assert "Not checked: the effect of logits: grafting it changed no later tap. If" in text
+
+
 def normalizing(named_by_layer: bool) -> None:
     """The target's first layer is scaled, which the last one takes back."""
     x = torch.arange(1.0, 9.0)

@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 
 from graftlab.base.tap_groups import group_of
-from graftlab.verdict.added import unread_grafts, unread_grafts_text
+from graftlab.verdict.added import names_one_tap, unread_grafts, unread_grafts_text
 
 
 def frame(*taps: tuple[str, float, float], rank: int = 0) -> pd.DataFrame:
     """Taps in execution order: a name, its error without grafts, and what is left of it when all others are grafted."""
     lines = [
-        {"name": name, "group": group_of(name), "step": 0, "order": order, "rank": rank}
+        {"name": name, "group": group_of(name), "step": 0, "order": order, "rank": rank, "tags": {}}
         | {"error": error, "added": added, "error_ratio": error * 1e6, "ratio": added * 1e6}
         for order, (name, error, added) in enumerate(taps)
     ]
@@ -71,3 +71,11 @@ def test_the_sentence_names_the_first_groups_and_the_remedy() -> None:
     (said,) = unread_grafts_text(["a", "b", "c", "d"])
     assert said.startswith("Not checked: the effect of a, b, c and 1 more: grafting it changed no later tap.")
     assert said.endswith("Write h = gl.tap(name, h).")
+
+
+def test_calls_of_one_tap_are_not_taken_for_layers() -> None:
+    made = frame(("x", 0, 0), ("logits", 0.1, 0.1), ("logits", 0.2, 0.2), ("token", 0, 0))
+    assert names_one_tap(made, 5.0)
+    assert not names_one_tap(frame(("l.0", 0.1, 0.1), ("l.1", 0.2, 0.2)), 5.0)
+    made["tags"] = [{"layer": place} for place in range(4)]
+    assert not names_one_tap(made, 5.0)
