@@ -398,7 +398,7 @@ class Judgement:
                 as_they_are,
             )
         measured = grafted[grafted["status"].isin(MEASURED)]
-        outputs = [] if self._failed else self._outputs(measured, returned)
+        outputs = [] if self._failed else self._outputs(grafted, returned)
         selves: list[SelfGraft] = self._attempt(
             "the baseline against itself",
             lambda: self._runs.baseline_against_itself(
@@ -419,9 +419,9 @@ class Judgement:
             settings,
         )
 
-    def _outputs(self, measured: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
+    def _outputs(self, grafted: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
         paths = [each.path for each in returned.differences] if returned is not None else []
-        return find_outputs(measured, self._runs.request.output, paths)
+        return find_outputs(grafted, self._runs.request.output, paths)
 
     # ---- what is computed differently ---------------------------------------------------------------------------
 

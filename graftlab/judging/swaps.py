@@ -19,6 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.measured_floors import MeasuredFloors, TapName
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
+from graftlab.rows.schema import MEASURED
 from graftlab.transforms.default import NO_REPLICAS
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.causes import (
@@ -76,13 +77,14 @@ class OutputTap:
         )
 
 
-def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str] = ()) -> list[OutputTap]:
+def find_outputs(all_rows: pd.DataFrame, name: str | None, returned: Collection[str] = ()) -> list[OutputTap]:
     """The last value and the last gradient among the measured rows of one run; ``name`` chooses the value's tap.
 
-    ``returned`` has the paths of the functions' returned values.
+    ``all_rows`` are the run's rows, ``returned`` the paths of the functions' returned values.
 
     Raises :class:`SessionError` where no tap of that name was measured.
     """
+    rows = all_rows[all_rows["status"].isin(MEASURED)]
     zero = int(rows["step"].min()) if len(rows) else 0
     found = []
     for kind in (None, "grad"):
@@ -94,6 +96,7 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
                 raise SessionError(
                     f"verdict: no tap named {name!r} was measured, so it cannot be the output; "
                     + (f"the last taps are {known}" if known else "nor was any other tap")
+                    + _why_not_measured(all_rows, name)
                 )
         elif len(chosen):
             # A token hides the logits that chose it: most mistakes in the logits do not change it.
@@ -108,6 +111,14 @@ def find_outputs(rows: pd.DataFrame, name: str | None, returned: Collection[str]
             direct = [each for each in others if _DIRECT.fullmatch(each.name.removeprefix(whole))]
             found.append(replace(main, parts=tuple(direct) if kind is None and len(direct) < _MOST_PARTS else ()))
     return found
+
+
+def _why_not_measured(rows: pd.DataFrame, name: str) -> str:
+    """The status of a tap of this name, with the error of a failed transform; blank if there is none."""
+    for row in records(rows[rows["name"] == name]):
+        error = (row["error"] or "").strip().rpartition("\n")[2]
+        return f". It is {row['status']}" + (f": {error}" if error else "")
+    return ""
 
 
 def _output_tap(row: Mapping[str, Any], zero: int, whole: str) -> OutputTap:

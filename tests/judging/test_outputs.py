@@ -5,12 +5,14 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from graftlab.errors import SessionError
 from graftlab.judging.swaps import find_outputs
 
 
 def rows(*names: str, dtypes: tuple[str, ...] = ()) -> pd.DataFrame:
     found = [
         {"name": name, "tags": {"name": name}, "step": 0, "order": order, "dtype": "float32", "cast": None}
+        | {"status": "grafted", "error": None}
         for order, name in enumerate(names)
     ]
     for row, dtype in zip(reversed(found), reversed(dtypes), strict=False):
@@ -51,6 +53,20 @@ def test_parts_of_a_result_are_known_from_the_returned_values(path: str) -> None
 
 def test_a_chosen_output_is_used_unchanged() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
+
+
+def test_an_output_that_was_not_measured_is_refused_with_the_reason() -> None:
+    frame = rows("a", "head")
+    with pytest.raises(SessionError, match=r"no tap named 'x' was measured, .*; the last taps are a, head$"):
+        find_outputs(frame, "x")
+    frame["status"] = "failed"
+    frame["error"] = "Traceback ...\nTransformError: [2, 3] does not fit [2, 4]"
+    reason = r"; nor was any other tap\. It is failed: TransformError: \[2, 3\] does not fit \[2, 4\]$"
+    with pytest.raises(SessionError, match=reason):
+        find_outputs(frame, "head")
+    frame["status"], frame["error"] = "missing", None
+    with pytest.raises(SessionError, match=r"\. It is missing$"):
+        find_outputs(frame, "head")
 
 
 def test_effects_are_measured_at_each_direct_part_of_a_result() -> None:
