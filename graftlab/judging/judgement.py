@@ -226,7 +226,13 @@ class Judgement:
         quantised, explain_all = self._quantised(evidence, naming, swaps)
         if explain_all:
             naming.maybe_explained = []
-        unexplained += naming.quantised.factors(naming.frame, naming.named)
+        factors = naming.quantised.factors(naming.frame, naming.named)
+        if self._runs.request.constant_floor is None:
+            unexplained += factors
+        else:
+            # A caller who gives the floor has chosen what may be added.
+            remarks += [*factors, *quantised]
+            quantised = []
         # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
         if not (causes and all(each.restored <= each.limit for each in causes.values())):
             beside_data = naming.data_differs or not naming.quantised.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -135,8 +136,8 @@ def gated(fused: bool = False, wrong: str = "") -> nn.Module:
     return found
 
 
-def compared(*sides: partial[nn.Module]) -> tuple[str, str]:
-    comparison = gl.compare(*sides, IDS)
+def compared(*sides: partial[nn.Module], floor: float | Literal["auto"] = "auto") -> tuple[str, str]:
+    comparison = gl.compare(*sides, IDS, floor=floor)
     with comparison.session:
         return comparison.answer, comparison.text
 
@@ -209,3 +210,13 @@ def test_packed_codes_are_not_compared_and_their_modules_are(wrong: str, answer:
     assert f"From equal inputs, {count} of 8 outputs of such modules differ by " in text
     assert ("layers.*.down is computed differently in layer 2 of 0-3 (" in text) is bool(wrong)
     assert "weights already differ" not in text
+
+
+@pytest.mark.ranks
+def test_a_given_floor_is_what_quantised_modules_may_add() -> None:
+    answer, text = compared(partial(model), partial(model, Quantised), floor=0.02)
+    assert answer == "agree", text
+    assert "The target's weights are quantised to float8_e4m3fn: " in text
+    answer, text = compared(partial(model), partial(model, Quantised), floor=0.002)
+    assert answer == "differ"
+    assert "layers.*.up is computed differently in layers 0-3 (" in text

@@ -76,7 +76,7 @@ class Made:
         )
         self.runs: Any = SimpleNamespace(
             session=SimpleNamespace(closed=False, options=SimpleNamespace(baseline=1, target=2)),
-            request=SimpleNamespace(threshold=5.0, explain=True, graft_weights=False, output=None),
+            request=SimpleNamespace(threshold=5.0, explain=True, graft_weights=False, output=None, constant_floor=None),
             before=None,
             raised=None,
             recorded=False,
