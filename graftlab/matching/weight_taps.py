@@ -33,6 +33,8 @@ from graftlab.plan.pairs import TapCallName
 
 # A weight that has this share of another weight's values is that weight, partly overwritten.
 _MOST = 0.5
+# An output of a quantised module is not further from the original's than this.
+_OF_QUANTISED = 0.3
 
 
 def without_weights(taps: Iterable[RecordedTap]) -> list[RecordedTap]:
@@ -203,7 +205,8 @@ def _with_outputs_of_parts(
 ) -> Proposal:
     """The proposal, with the outputs of fused modules paired as the rows of their weights are.
 
-    Their values need not match: the weights may be quantised, or the code wrong.
+    Their values need not match, because the weights may be quantised, or the code wrong. Where they are further apart
+    than that, the module computes something else from its weight, such as rotated queries.
     """
     sides = {"baseline": baseline, "target": target}
     outputs = {side: {tap.name: tap for tap in taps if not is_data(tap.tags)} for side, taps in sides.items()}
@@ -224,8 +227,11 @@ def _with_outputs_of_parts(
                 continue
             if all(each.shape[-1:] == weight.shape[:1] for each, weight in zip((other, tap), weights, strict=True)):
                 layout = Layout((replace(part, dim=-1),))
+                rel = applied(layout, *((tap, other) if pair.whole == "target" else (other, tap)))
+                if rel is None or rel > _OF_QUANTISED:
+                    continue
                 note = f"as {pair.target} has the rows of {pair.baseline}"
-                found.append(Pair(other.name, name, layout, pair.whole, "rule", None, note))
+                found.append(Pair(other.name, name, layout, pair.whole, "rule", rel, note))
     if not found:
         return proposal
     return replace(

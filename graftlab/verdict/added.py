@@ -62,15 +62,15 @@ def added_frame(
         dtype = coarser_dtype(row)
         if constant is None:
             own_floor = (own or {}).get((row["name"], kind_of(row["tags"])))
-            least = unit = roundoff(dtype)
+            least, of_element = roundoff(dtype), 0.0
             floor = _floor_of(row, floors.get(group, largest), own_floor)
             if is_quantised(dtype) and row["cast"] is None:
                 # With a conversion one side alone has 8 bits, and differs by their whole rounding.
-                least = quantised_roundoff(dtype, dtypes)
+                least, of_element = quantised_roundoff(dtype, dtypes), 3 * least
             elif floor.rel_max == 0:
                 # Nothing before this tap was moved: each number rounds in proportion to its own size.
-                unit *= _largest_over_rms(row)
-            floor = floor.at_least(least, unit)
+                of_element = least * _largest_over_rms(row)
+            floor = floor.at_least(least, of_element)
             if kind_of(row["tags"]) is None and (other := allowed.get(row["name"])) is not None:
                 floor = Floor(max(floor.rel_l2, other.rel_l2), max(floor.rel_max, other.rel_max))
         else:

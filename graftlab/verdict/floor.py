@@ -24,13 +24,12 @@ class Floor:
         return max(times(rel_l2, self.rel_l2), times(rel_max, self.rel_max))
 
     def at_least(self, roundoff: float, of_element: float = 0.0) -> Floor:
-        """This floor, raised to at least one rounding of the value itself: ``roundoff`` of the whole, and of a single
-        element, if that is larger.
+        """This floor, raised to at least one rounding of the value itself; ``of_element`` is the least ``rel_max``.
 
         The largest element of a difference is a few times its root mean square, however small the sample.
         """
         rel_l2 = max(self.rel_l2, roundoff)
-        return Floor(rel_l2, max(self.rel_max, 3 * max(rel_l2, of_element)))
+        return Floor(rel_l2, max(self.rel_max, 3 * rel_l2, of_element))
 
     def with_distance(self, other: Floor) -> Floor:
         """Both floors combined: their squares add up."""

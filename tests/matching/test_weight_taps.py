@@ -203,15 +203,21 @@ def _sure(found: Proposal) -> list[tuple[str, str, str]]:
     return [each for each in plain if "weight" in each[1]]
 
 
-@pytest.mark.parametrize("wrong", ["", "rows", "leading", "paired", "other module"])
+@pytest.mark.parametrize("wrong", ["", "rows", "leading", "paired", "other module", "far"])
 def test_outputs_of_a_fused_module_are_paired_as_the_rows_of_its_weight(wrong: str) -> None:
     """The values need not match, as where the fused weight is quantised."""
     q, k = drawn(4, 6), drawn(8, 6, seed=1)
-    target = [*weights(qk_weight=torch.cat([q, k]) * 1.001), RecordedTap.of("qk#1", drawn(2, 3, 12, seed=2))]
+    output = drawn(2, 3, 12, seed=2)
+    target = [*weights(qk_weight=torch.cat([q, k]) * 1.001), RecordedTap.of("qk#1", output)]
     baseline = weights(q_weight=q, k_weight=k)
     shape = (2, 3, 5) if wrong == "rows" else (6, 4) if wrong == "leading" else (2, 3, 4)
-    baseline += [RecordedTap.of(f"{'x' if wrong == 'other module' else 'q'}#1", drawn(*shape, seed=3))]
-    baseline += [RecordedTap.of("k#1", drawn(2, 3, 8, seed=4))]
+    baseline += [
+        RecordedTap.of(
+            f"{'x' if wrong == 'other module' else 'q'}#1",
+            (output[..., :4] * 1.2 if shape == (2, 3, 4) and wrong != "far" else drawn(*shape, seed=3)),
+        )
+    ]
+    baseline += [RecordedTap.of("k#1", output[..., 4:] * 1.2)]
     left: dict[str, str] = {tap.name: "no match" for tap in baseline[2:]}
     proposal = Proposal((), left, {"qk#1": "no match"})
     if wrong == "paired":
