@@ -455,7 +455,7 @@ def test_shards_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     full = tensor_parallel.Linear(8, 6)
     # Its memory is not initialised, and a NaN in it would equal nothing.
-    nn.init.normal_(full.weight)
+    torch.nn.init.normal_(full.weight)
     shards = [
         tensor_parallel.ColumnParallelLinear(full, 2, 4, None),
         tensor_parallel.RowParallelLinear(full, 2, 4, None),
