@@ -11,7 +11,7 @@ SCALE = "quantisation_scale"
 """The key of a tap's extras under which the scale of its numbers of 8 bits travels."""
 
 _BLOCKS = (16, 32, 64, 128, 256, 512)
-"""The usual sizes of blocks, of which the last may be smaller."""
+"""The usual sizes of blocks. The last block of a dimension may be smaller."""
 
 
 def is_quantised(dtype: torch.dtype) -> bool:

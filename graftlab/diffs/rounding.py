@@ -74,5 +74,6 @@ def quantised_roundoff(dtype: str, dtypes: Iterable[str]) -> float:
 
 
 def cast_dtypes(casts: object) -> list[tuple[str, str]]:
-    """Return the dtypes before and after each conversion of a row's ``cast``."""
-    return [(before, after) for before, after in re.findall(r"(\w+) -> (\w+)", str(casts or ""))]
+    """Return the dtypes before and after each conversion of a row's ``cast``, without conversions of devices."""
+    pairs = re.findall(r"(\w+) -> (\w+)", str(casts or ""))
+    return [pair for pair in pairs if all(isinstance(getattr(torch, name, None), torch.dtype) for name in pair)]

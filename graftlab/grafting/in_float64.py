@@ -72,7 +72,7 @@ class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_view or moves or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         if _PACKED.search(schema.name) is None:
-            dtypes = [each.dtype for each in _tensors(args)]
+            dtypes = [each.dtype for each in tensors_in(args)]
             asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
             if _FLOATING.isdisjoint(dtypes) or _WIDE.keys().isdisjoint([*dtypes, *asked]):
                 return func(*args, **kwargs)
@@ -87,17 +87,18 @@ _MOVES = {torch.ops.aten.embedding.default}
 _PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the arguments or the result of an operation."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _narrow(args: Any) -> torch.dtype | None:
     """Return the first narrower dtype among the tensors; None if there are no floating-point tensors."""
-    found = [each.dtype for each in _tensors(args) if each.dtype in _FLOATING]
+    found = [each.dtype for each in tensors_in(args) if each.dtype in _FLOATING]
     return next((dtype for dtype in found if dtype in _WIDE), torch.float32 if found else None)
 
 
@@ -118,7 +119,7 @@ def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype |
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in _tensors(given.get(argument.name)):
+            for value in tensors_in(given.get(argument.name)):
                 if value.dtype in _FLOATING:
                     return value.dtype
     return None

@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.diffs.results import is_written, named_tensors
+from graftlab.grafting.in_float64 import tensors_in
 from graftlab.grafting.self_graft import CallKey, CountingHandler
 from graftlab.taps.routing import handled_by
 
@@ -39,9 +40,13 @@ Summary = tuple[int, int, float, float, float, float]
 
 
 class UnseenChoices(NamedTuple):
-    """Whether a call returns whole numbers chosen from values that nothing shows, and what it made its choices from."""
+    """Whether a call returns whole numbers chosen from values that nothing shows, and what it made its choices from.
+
+    Nothing ``is_known`` of code that could not be followed.
+    """
 
     exist: bool = False
+    is_known: bool = False
     made_from: tuple[Summary, ...] = ()
 
     def distance(self, other: UnseenChoices) -> float:
@@ -80,7 +85,7 @@ def unseen_choices(call: Callable[[], Any], taps: Collection[str], *, sees_resul
         numbers = [number for value in named.values() if _is_whole(value) for number in value.flatten().tolist()]
         returned = set(numbers)
         exist = len(numbers) < _MOST_RETURNED and any(each <= returned for each in flow.unseen())
-        return UnseenChoices(exist, tuple(flow.made_from))
+        return UnseenChoices(exist, True, tuple(flow.made_from))
     return UnseenChoices()
 
 
@@ -122,7 +127,7 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [*_tensors(args), *_tensors(list(kwargs.values()))]
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
             return result
         behind = _NONE.union(*map(self._behind_of, given))
@@ -131,9 +136,9 @@ class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rounds = any(map(_rounds, given))
         if rounds and func.overloadpacket not in _MOVES:
             of_values |= {self._stretch}
-        if rounds and any(map(_is_whole, _tensors(result))):
+        if rounds and any(map(_is_whole, tensors_in(result))):
             self.made_from += [_summary(each) for each in given if _rounds(each)]
-        for value in _tensors(result):
+        for value in tensors_in(result):
             self._behind[_memory(value)] = behind if _is_whole(value) else of_values
             if _is_whole(value) and behind:
                 self._stretch += rounds
@@ -171,11 +176,3 @@ def _rounds(value: torch.Tensor) -> bool:
 
 def _is_whole(value: torch.Tensor) -> bool:
     return not (_rounds(value) or value.dtype == torch.bool)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)

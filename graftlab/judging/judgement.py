@@ -562,7 +562,7 @@ class Judgement:
             without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
             if not unexplained:
                 alone = differences.whole_numbers_alone() if has_taps else []
-                unseen, differing = ([], []) if alone else self._unseen_choices(evidence)
+                unseen, differing = ([], []) if alone else self._unseen_choices(evidence, naming)
                 without_output += alone + unseen
                 unexplained += differing
             if self._runs.raised is not None:
@@ -571,16 +571,21 @@ class Judgement:
             return unexplained, (differences.lost() if states_lost else []) + without_output, []
         return unexplained, [], written
 
-    def _unseen_choices(self, evidence: Evidence) -> tuple[list[str], list[str]]:
+    def _unseen_choices(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str]]:
         """A sentence on returned whole numbers that may agree by chance, or one if they do."""
         returned = evidence.returned
         # A recording returns nothing, so its taps may show whole numbers alone.
         if not (self._runs.recorded or (returned is not None and returned.has_whole_numbers)):
             return [], []
-        unknown: float | None = None
-        distance = self._attempt(
+        unknown: tuple[float | None, bool] = None, True
+        distance, is_known = self._attempt(
             "what whole numbers are chosen from", lambda: self._runs.unseen_choices(evidence.compared), unknown
         )
+        if not is_known:
+            naming.unseen.append(
+                "from which values the returned whole numbers, such as tokens, were chosen, because the code is "
+                "compiled or cannot be followed operation by operation."
+            )
         return on_unseen_choices(distance, evidence.compared, self._threshold)
 
     # ---- the cause ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
 from graftlab.control.run import Run
 from graftlab.control.work import pack_callees
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import cast_dtypes, roundoff
 from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
@@ -248,13 +248,13 @@ class VerdictRuns:
         """
         return []
 
-    def unseen_choices(self, compared: pd.DataFrame) -> float | None:
+    def unseen_choices(self, compared: pd.DataFrame) -> tuple[float | None, bool]:
         """How far apart the values are from which returned whole numbers were chosen, if nothing compared shows them.
 
-        An estimate of ``rel_l2``, NaN if unknown; None if there are no such values. ``compared`` are the rows of a run
-        without grafts.
+        An estimate of ``rel_l2``, NaN if unknown; None if there are no such values. Also returns whether the code could
+        be followed to find out. ``compared`` are the rows of a run without grafts.
         """
-        return None
+        return None, True
 
     def with_module_inputs(
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
@@ -507,11 +507,11 @@ class CalledRuns(VerdictRuns):
             found = [] if any(each.unwritten for each in run.baseline) else found
         return found
 
-    def unseen_choices(self, compared: pd.DataFrame) -> float | None:
+    def unseen_choices(self, compared: pd.DataFrame) -> tuple[float | None, bool]:
         # Only the target of a recording can be called, and what it returns is compared by its taps alone.
         rows = [row for row in measured_rows(compared) if kind_of(row["tags"]) is None]
         if self.recorded and all(roundoff(coarser_dtype(row)) for row in rows):
-            return None
+            return None, True
         calls = {
             each: partial(
                 find_unseen_choices,
@@ -522,10 +522,11 @@ class CalledRuns(VerdictRuns):
             for each, callee in self._callees().items()
         }
         run, _ = self._run("what whole numbers are chosen from", calls)
-        if not any(found.exist for found in (run.target if self.recorded else run.baseline)):
-            return None
+        followed = run.target if self.recorded else run.baseline
+        if not any(found.exist for found in followed):
+            return None, all(found.is_known for found in followed)
         distances = [one.distance(other) for one in run.baseline for other in run.target] if not self.recorded else []
-        return math.nan if not distances or any(map(math.isnan, distances)) else max(distances)
+        return math.nan if not distances or any(map(math.isnan, distances)) else max(distances), True
 
     def _repeated(self, callee: Callee) -> Callee:
         return partial(repeat_callee, callee, self.session.options.keep_budget)
@@ -556,6 +557,8 @@ def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
     """The coarser of both sides' dtypes at each tap where they differ, by name."""
     dtypes: dict[str, str] = {}
     for row in records(rows[rows["cast"].notna()]):
+        if not cast_dtypes(row["cast"]):
+            continue
         name = row["name"]
         dtypes[name] = max(dtypes.get(name, ""), coarser_dtype(row), key=roundoff)
     return dtypes

@@ -64,7 +64,7 @@ def added_frame(
             own_floor = (own or {}).get((row["name"], kind_of(row["tags"])))
             least, of_element = roundoff(dtype), 0.0
             floor = _floor_of(row, floors.get(group, largest), own_floor)
-            if is_quantised(dtype) and row["cast"] is None:
+            if is_quantised(dtype) and not cast_dtypes(row["cast"]):
                 # With a conversion one side alone has 8 bits, and differs by their whole rounding.
                 least, of_element = quantised_roundoff(dtype, dtypes), 3 * least
             elif floor.rel_max == 0:

@@ -70,11 +70,8 @@ def quantised_pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """The dtypes of a weight that one side alone has in 8 bits, before and after the conversion; or None."""
     if kind_of(row["tags"]) != "param":
         return None
-    for pair in cast_dtypes(row["cast"]):
-        codes = [is_quantised(dtype) for dtype in (getattr(torch, name, None) for name in pair) if dtype is not None]
-        if len(codes) == 2 and codes[0] != codes[1]:
-            return pair
-    return None
+    pairs = cast_dtypes(row["cast"])
+    return next((each for each in pairs if len({is_quantised(getattr(torch, name)) for name in each}) == 2), None)
 
 
 def is_dequantised(row: Mapping[str, Any]) -> bool:
@@ -183,7 +180,8 @@ def _limit(row: Mapping[str, Any], pair: tuple[str, str]) -> float:
     """The largest difference that quantising may explain in a module's output: that of its weight and its input."""
     codes = _codes(pair)
     of_input = _OF_ROUNDING * roundoff(codes) or _OF_INTEGERS
-    of_weight = row["rel_l2"] if is_dequantised(row) else of_input
+    # Without a pair of finite numbers, nothing was measured.
+    of_weight = row["rel_l2"] if is_dequantised(row) and row["rel_l2"] is not None else of_input
     return _TIMES * math.hypot(min(of_weight, most_by_rounding(codes)), of_input)
 
 
@@ -194,9 +192,11 @@ def most_by_rounding(codes: str) -> float:
 
 def is_wrongly_quantised(row: Mapping[str, Any], pair: tuple[str, str]) -> bool:
     """Whether a dequantised weight differs by more than rounding to 8 bits, or by a factor."""
-    if row["nonfinite_differ"] or row["rel_l2"] > most_by_rounding(_codes(pair)):
+    if row["nonfinite_differ"]:
         return True
-    return _factor(row, _FACTOR) is not None
+    if row["rel_l2"] is None:
+        return False
+    return row["rel_l2"] > most_by_rounding(_codes(pair)) or _factor(row, _FACTOR) is not None
 
 
 def _factor(row: Mapping[str, Any], most: float) -> float | None:
@@ -219,22 +219,26 @@ def _sentences(
     allowed: Mapping[str, float],
 ) -> list[str]:
     """What is quantised, how far that moves the outputs of its modules, and what cannot be seen."""
-    side = weights[0].side
+    sides = dict.fromkeys(weight.side for weight in weights)
+    side = next(iter(sides))
+    whose = f"The {side}'s weights" if len(sides) == 1 else "Weights of either side"
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for weight in weights:
         groups.setdefault(group_of(weight.row["name"]), []).append(weight.row)
     words = [f"{group}{_layers(rows)}" for group, rows in groups.items()]
     other = next(each for each in SIDES if each != side)
-    known = [weight.row["rel_l2"] for weight in weights if is_dequantised(weight.row)]
-    how = f"times their scales they differ from the {other}'s by at most {max(known):.2g} (rel_l2)" if known else ""
-    if len(known) < len(weights):
+    dequantised = [weight.row for weight in weights if is_dequantised(weight.row)]
+    known = [row["rel_l2"] for row in dequantised if row["rel_l2"] is not None]
+    whose_other = f"the {other}'s" if len(sides) == 1 else "the other side's"
+    how = f"times their scales they differ from {whose_other} by at most {max(known):.2g} (rel_l2)" if known else ""
+    if len(dequantised) < len(weights):
         is_packed = any(weight.factor == _FACTOR_OF_PACKED for weight in weights)
         why = "they are packed" if is_packed else "no scale was found"
-        of_some = f"of {len(weights) - len(known)} " if known else ""
+        of_some = f"of {len(weights) - len(dequantised)} " if dequantised else ""
         how += f"{'; ' if how else ''}the values {of_some}are not compared, because {why}"
     codes = " and ".join(dict.fromkeys(weight.codes for weight in weights if weight.codes))
     to_codes = f" to {codes}" if codes else ""
-    found = [f"The {side}'s weights are quantised{to_codes}: {first_of(words, _MOST_SHOWN)}; {how}."]
+    found = [f"{whose} are quantised{to_codes}: {first_of(words, _MOST_SHOWN)}{f'; {how}' if how else ''}."]
     within = {name: [row["rel_l2"] for row in outputs[name]] for name in allowed}
     within = {name: sizes for name, sizes in within.items() if max(sizes) <= allowed[name]}
     sizes = [size for each in within.values() for size in each]

@@ -113,7 +113,7 @@ class Model(nn.Module):
 
 
 def model(kind: type[nn.Module] | None = None, wrong: str = "", is_rounded: bool = False) -> nn.Module:
-    """The model with layers of this ``kind``, of which the last but one ``down`` is ``wrong``."""
+    """The model with layers of this ``kind``. The last ``down`` but one is ``wrong``."""
     torch.manual_seed(0)
     found = Model().bfloat16().eval()
     for number, layer in enumerate(found.layers):

@@ -28,5 +28,6 @@ def test_only_floats_of_8_bits_count_as_quantised() -> None:
 
 
 def test_a_cast_gives_its_pairs_of_dtypes() -> None:
-    assert cast_dtypes("cpu -> meta, float32 -> bfloat16") == [("cpu", "meta"), ("float32", "bfloat16")]
+    assert cast_dtypes("cpu -> meta, float32 -> bfloat16") == [("float32", "bfloat16")]
+    assert cast_dtypes("cuda:0 -> cpu") == []
     assert cast_dtypes(None) == []

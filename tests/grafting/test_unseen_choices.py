@@ -123,7 +123,9 @@ def test_code_that_cannot_be_followed_is_unknown() -> None:
     def fails() -> torch.Tensor:
         raise ValueError("under a mode")
 
-    assert not has_unseen_choices(fails)
+    assert unseen_choices.unseen_choices(fails, ()) == unseen_choices.UnseenChoices()
+    assert not unseen_choices.UnseenChoices().is_known
+    assert unseen_choices.unseen_choices(lambda: [3], ()).is_known
 
 
 @pytest.mark.parametrize(("steps", "unseen"), [(4, True), (300, False)])

@@ -67,7 +67,7 @@ def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.runs.both = lambda why, wanted: made.note((why, wanted.compare), "again")
     made.runs.returned = "results"
     made.evidence = replace(made.evidence, compared=pd.DataFrame({"dtype": ["float32"]}))
-    made.runs.recorded, made.runs.unseen_choices = False, lambda compared: None
+    made.runs.recorded, made.runs.unseen_choices = False, lambda compared: (None, True)
 
     def sentences(named: Sequence[str] = (), has_taps: bool = True, **more: Any) -> tuple[list[str], ...]:
         made.naming = naming(named, **more)
@@ -117,15 +117,20 @@ def test_where_all_agree_whole_numbers_are_no_output(
     monkeypatch.setattr(Differences, "found", ())
     assert unexplained() == ([], ["lost", "without partner: last", "turned", "whole_numbers_alone"], [])
     assert "whole_numbers_alone" not in unexplained(has_taps=False)[1]
-    made.runs.unseen_choices = lambda compared: math.nan
+    made.runs.unseen_choices = lambda compared: (math.nan, True)
     # One sentence on them is enough.
     assert unexplained()[1][-1] == "whole_numbers_alone"
     said = "The returned whole numbers, such as tokens, agree. The values"
     assert unexplained(has_taps=False)[1][-1].startswith(said)
-    made.runs.unseen_choices = lambda compared: 0.02
+    made.runs.unseen_choices = lambda compared: (0.02, True)
     (differing,) = unexplained(has_taps=False)[0]
     assert "but the values from which they were chosen differ by 0.02" in differing
-    made.runs.unseen_choices = lambda compared: math.nan
+    made.runs.unseen_choices = lambda compared: (None, False)
+    assert unexplained(has_taps=False)[:2] == ([], ["lost", "without partner: last", "turned"])
+    assert made.naming.unseen[-1].startswith(
+        "from which values the returned whole numbers, such as tokens, were chosen"
+    )
+    made.runs.unseen_choices = lambda compared: (math.nan, True)
     made.evidence = replace(made.evidence, returned=SimpleNamespace(has_whole_numbers=False))  # type: ignore[arg-type]
     assert unexplained(has_taps=False)[1][-1] == "turned"
     made.evidence = replace(made.evidence, returned=None)

@@ -95,7 +95,7 @@ def test_a_frame_without_a_needed_column_is_refused_by_its_name() -> None:
 def test_whole_numbers_are_one_tag_whatever_their_type() -> None:
     frame = pd.DataFrame({"name": ["h"] * 3, "order": 1, "status": "compared", "rel_l2": 0.0, "layer": [3, 3.0, [4]]})
     assert len(group(frame, "rel_l2").keys) == 2
-    # As a frame that was read from a file has it where a tap lacks the tag.
+    # As in a frame that was read from a file, where a tap lacks the tag.
     frame = pd.DataFrame(
         {"name": ["h", "x"], "order": 1, "status": "compared", "rel_l2": 0.0, "layer": [3.0, math.nan]}
     )

@@ -35,7 +35,7 @@ def row(name: str, rel_l2: float | None = None, *, kind: str | None = None, fact
     return Row(0, 0, 1, name, tags, "b2t", side, 0, given.pop("status", "compared"), [0], **given)
 
 
-def weight(layer: int, rel_l2: float = 0.026, **more: Any) -> Row:
+def weight(layer: int, rel_l2: float | None = 0.026, **more: Any) -> Row:
     given = {"cast": FP8, "aligned_by": "dequantised", "dtype": "float8_e4m3fn", **more}
     return row(f"layers.{layer}.up.weight", rel_l2, kind="param", **given)
 
@@ -165,3 +165,25 @@ def test_a_norms_weight_under_another_name_is_not_quantised() -> None:
         for leaf, side, status in (("weight", "baseline", "unmatched"), ("scale", "target", "missing"))
     ]
     assert found(weights, [row("norm", 0.1, status="grafted")]) == QuantisedModules()
+
+
+def test_a_conversion_of_devices_is_none_of_dtypes() -> None:
+    outputs = [row("layers.0.up", 0.04, status="grafted")]
+    assert found([weight(0, cast="cuda:0 -> cpu")], outputs) == QuantisedModules()
+    assert found([weight(0, cast=f"{FP8}, cuda:0 -> cpu")], outputs).floors
+
+
+def test_a_weight_without_a_finite_pair_ends_no_verdict() -> None:
+    outputs = [row("layers.0.up", 0.04, status="grafted")]
+    for differ in (0, 5):
+        weights = [weight(0, None, nonfinite_differ=differ), weight(1)]
+        assert found(weights, outputs).text[0].endswith("by at most 0.026 (rel_l2).")
+        assert bool(differing_data(to_frame(weights), 5.0)) is bool(differ)
+    assert found([weight(0, None)], outputs).text[0].endswith("layers.*.up.weight in layer 0.")
+
+
+def test_weights_that_each_side_quantises_elsewhere_are_of_either_side() -> None:
+    weights = [weight(0), weight(1, cast="float8_e4m3fn -> bfloat16")]
+    text = found(weights, [row("layers.0.up", 0.04, status="grafted")]).text[0]
+    assert text.startswith("Weights of either side are quantised to float8_e4m3fn: ")
+    assert "they differ from the other side's by" in text
