@@ -30,7 +30,7 @@ class Quantised(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = self.weight_scale_inv.shape
         factors = {"factor": 1.02, "scale": 1.5, "stored scale": 0.5}.get(self.wrong, 1.0)
-        scale = self.weight_scale_inv * torch.where(torch.arange(rows)[:, None] < 1, factors, 1.0)
+        scale = self.weight_scale_inv * torch.where(torch.arange(rows, device=x.device)[:, None] < 1, factors, 1.0)
         if self.wrong in ("factor", "stored scale"):
             scale = self.weight_scale_inv * (factors if self.wrong == "factor" else 1.0)
         groups = x.float().unflatten(-1, (columns, BLOCK))
