@@ -1,14 +1,18 @@
-"""Numbers of 8 bits that stand for others, and the scales that say which."""
+"""Numbers of 8 bits or less that stand for others, and how to compute those."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 SCALE = "quantisation_scale"
 """The key of a tap's extras under which the scale of its numbers of 8 bits travels."""
+CODES = "quantised_to"
+"""The key of a tap's extras for the dtype of the codes, if the tap shows the numbers that they stand for."""
 
 _BLOCKS = (16, 32, 64, 128, 256, 512)
 """The usual sizes of blocks. The last block of a dimension may be smaller."""
@@ -59,11 +63,68 @@ def by_extras(shown: torch.Tensor, extras: Any) -> torch.Tensor:
     return shown.detach().float() / factors if is_of_conversion else shown.detach().float() * factors
 
 
-def weight_extras(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Return the extras of the tap of a weight: the scale of one of 8 bits."""
+def weight_tap(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any] | None]:
+    """Return what the tap of a weight shows, and its extras.
+
+    A weight whose class stores codes shows its numbers, computed only if they are wanted, and names the dtype of the
+    codes. One of 8 bits shows these with their scale.
+    """
+    weight = tensors[name]
+    codes = stored_codes(weight)
+    if codes is not None:
+        return partial(dequantised, weight), {CODES: str(codes).removeprefix("torch.")}
+    return weight, _scale_extras(name, tensors)
+
+
+def _scale_extras(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     scale = scale_of(name, tensors)
     # In float32, because pickle cannot load tensors of 8-bit floats.
     return None if scale is None else {SCALE: scale.detach().float()}
+
+
+def numbers_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the numbers of a weight, which its codes stand for, or which it has itself."""
+    weight = tensors[name]
+    return by_extras(weight, _scale_extras(name, tensors)) if stored_codes(weight) is None else dequantised(weight)
+
+
+def stored_codes(weight: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype of the codes that a tensor's class stores instead of its numbers; None if it stores numbers.
+
+    Such are the classes of torchao, optimum-quanto and bitsandbytes (4 bits), and torch's quantized dtypes.
+    """
+    if weight.is_quantized:
+        return torch.uint8 if weight.dtype == torch.quint8 else torch.int8
+    if getattr(weight, "quant_state", None) is not None:
+        return weight.dtype
+    if type(weight).dequantize is torch.Tensor.dequantize or not hasattr(weight, "__tensor_flatten__"):
+        return None
+    parts: list[str] = weight.__tensor_flatten__()[0]
+    stored = [getattr(weight, part).dtype for part in parts]
+    # Integers may be packed, in any dtype.
+    return next((dtype for dtype in stored if dtype.is_floating_point and is_quantised(dtype)), torch.int8)
+
+
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a tensor whose class stores codes; see :func:`stored_codes`."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach().dequantize()
+    # Loaded, because a tensor has its class.
+    numbers: torch.Tensor = sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, state)
+    return numbers
+
+
+def codes_of(shown: torch.Tensor, extras: Any) -> str | None:
+    """Return the name of the dtype of a tap's codes; None if its numbers are not quantised."""
+    if is_quantised(shown.dtype):
+        return str(shown.dtype).removeprefix("torch.")
+    return stored_as(extras)
+
+
+def stored_as(extras: Any) -> str | None:
+    """Return the name of the dtype of the codes in whose place a tap shows their numbers; None for any other tap."""
+    return extras.get(CODES) if type(extras) is dict else None
 
 
 def _expanded(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graftlab.base.quantisation import stored_as
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.base.world import Place
 from graftlab.diffs.measure import DiffStats, measure, measure_and_overwrite
@@ -194,7 +195,8 @@ class ReceivePipeline:
             return TapResult("timeout" if receipt.timed_out else "missing", [], error=_absent(receipt))
         if receipt.unreadable:
             return _unreadable(call, receipt)
-        theirs = _sent_as_it_is(call, receipt) if call.action.transform is None and layout is None else None
+        is_plain = call.action.transform is None and layout is None and stored_as(extras) is None
+        theirs = _sent_as_it_is(call, receipt) if is_plain else None
         if theirs is None:
             return self._take_transformed(call, _input(call, extras, receipt, layout, reduced), receipt, replaced)
         # The usual case: no conversion, and no user code that could write into the sender's memory.
@@ -373,7 +375,8 @@ def _sent_as_it_is(call: TapCall, receipt: Receipt) -> torch.Tensor | None:
         return None
     shape = own.shape
     for contribution in contributions:
-        if contribution.tensor.shape != shape or _layout(contribution.extras) is not None:
+        sent = contribution.extras
+        if contribution.tensor.shape != shape or _layout(sent) is not None or stored_as(_extras(sent)) is not None:
             return None
     theirs = contributions[place.rank if senders > 1 else 0].tensor
     return theirs if theirs.dtype == own.dtype and theirs.device == own.device else None

@@ -633,6 +633,7 @@ class Judgement:
             return {}, []
         frame, named = naming.frame, naming.named
         causes: dict[str, Causes] = {}
+        quantised = naming.quantised.outputs(frame, named)
         for output in evidence.outputs:
             rank = place_in_blame(output.group)
             groups = [g for g in named if judged_at(g) == rank and first_over(frame, g, self._threshold) <= output.end]
@@ -640,6 +641,7 @@ class Judgement:
                 continue
             # The effect of a gradient is measured with the baseline's values, which are computed before it.
             settled = [*(g for g in named if judged_at(g) < rank), *naming.following, *naming.scaled]
+            settled += [group for group in quantised if group != output.group]
             found = self._attempt(
                 f"the search for what moves {output.name}",
                 lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
@@ -657,7 +659,10 @@ class Judgement:
             return {}, [baseline_changed(changed)]
         alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
         causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        return causes, effects_not_measured(named, causes, swaps, evidence.outputs) + outputs_themselves(alone)
+        remarks = effects_not_measured(named, causes, swaps, evidence.outputs) + outputs_themselves(alone)
+        if quantised and causes:
+            remarks.append("The effect was measured with the baseline's outputs at the other quantised modules.")
+        return causes, remarks
 
     def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
         """The minor groups of values that nothing else depends on. They are outputs themselves."""

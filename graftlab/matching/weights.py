@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graftlab.base.quantisation import by_extras, scale_names, weight_extras
+from graftlab.base.quantisation import numbers_of, scale_names, stored_codes
 from graftlab.base.text import first_of
 from graftlab.base.world import SIDES
 from graftlab.errors import MatchError
@@ -72,8 +72,9 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
     and a bias of different layouts, scaling, rounding, and parameters left at their initial values.
 
     A change that all layers share is not a contradiction: rows permuted alike in all layers, as between two conventions
-    of rotary embedding, are a notice. Weights of 8 bits are compared times their scales. Entries that are not tensors
-    are left out. Raises :class:`MatchError` for an argument that is neither a mapping of tensors nor a module.
+    of rotary embedding, are a notice. Weights of 8 bits are compared times their scales, and those whose class stores
+    codes by their numbers. Entries that are not tensors are left out. Raises :class:`MatchError` for an argument that
+    is neither a mapping of tensors nor a module.
 
     >>> q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
     >>> match = gl.match_weights({"q": q, "k": k}, {"qk": torch.cat([q, k])})
@@ -128,7 +129,7 @@ def _state(given: State, side: str) -> dict[str, Tensor]:
     if not tensors:
         raise MatchError(f"the {side} has no tensors")
     for name, value in tensors.items():
-        if value.is_meta or value.layout != torch.strided or value.is_quantized:
+        if value.is_meta or value.layout != torch.strided:
             kind = "on the meta device" if value.is_meta else "not dense"
             raise MatchError(f"the {side}'s {name!r} is {kind}, so it has no values to match; load or convert it first")
     return tensors
@@ -139,7 +140,7 @@ def _dequantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     scales: set[str] = set()
     for name, value in state.items():
-        found[name] = by_extras(value, weight_extras(name, state))
+        found[name] = numbers_of(name, state)
         if found[name] is not value:
             scales.update(scale_names(name))
     return {name: value for name, value in found.items() if name not in scales}
@@ -161,7 +162,7 @@ def _quantised(given: tuple[dict[str, Tensor], ...], states: tuple[dict[str, Ten
 def _items(state: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> list[RecordedTap]:
     """The parameters, with the dtypes of ``codes``, whose rounding they have."""
     taps = [RecordedTap.of(name, value, order=order) for order, (name, value) in enumerate(state.items())]
-    return [replace(tap, dtype=codes[tap.name].dtype) for tap in taps]
+    return [replace(tap, dtype=stored_codes(codes[tap.name]) or codes[tap.name].dtype) for tap in taps]
 
 
 # ---- parameters whose own values are not enough ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from graftlab.base.quantisation import weight_extras
+from graftlab.base.quantisation import weight_tap
 from graftlab.diffs.results import NamedTensors, is_written, named_tensors, value_in_words, written_path
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
@@ -301,9 +301,9 @@ class HeldCall:
         handler = tap_handler()
         for prefix, model in self._models.items():
             weights = weights_of(model, prefix, _every, _none)
-            for name, weight in weights.items():
+            for name in weights:
                 if handler is not None:
-                    handler.tap(name, weight, weight_extras(name, weights), {"kind": "param"})
+                    handler.tap(name, *weight_tap(name, weights), {"kind": "param"})
         self._snapshot = self._narrow_snapshot = self._taken()
 
     def drop_backward(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graftlab.base.quantisation import weight_extras
+from graftlab.base.quantisation import weight_tap
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
@@ -280,8 +280,8 @@ class _WeightTaps:
             return
         self._shown_at = grafter.moment
         tensors = self._find()
-        for name, tensor in tensors.items():
-            handler.tap(name, tensor, weight_extras(name, tensors), {"kind": "param"})
+        for name in tensors:
+            handler.tap(name, *weight_tap(name, tensors), {"kind": "param"})
         # The first tap may have made this process a rank, with its own count of steps.
         grafter = taps.grafter()
         self._shown_at = None if grafter is None else grafter.moment

@@ -32,11 +32,14 @@ _OF_INTEGERS = 0.02
 """The rel_l2 of rounding activations to 8-bit integers, with a scale for each token."""
 _OF_PACKED = 0.15
 """The rel_l2 of a weight of 4 bits, or of integers of 8 bits that may hold numbers of 4."""
+_OF_8_BITS = 0.03
+"""Integers that are further than this from a weight, beside a factor, hold fewer bits."""
 _FACTOR_OF_PACKED = 0.05
 """Methods for 4 bits make up for outputs, or clip, so their rounding may have a direction."""
 _MARKS = ("scale", "qweight", "qzeros", "absmax")
 """Parts of the names of a module's other tensors, if its weight is packed."""
 _MOST_SHOWN = 6
+_GROUPS_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def _weights(compared: pd.DataFrame) -> list[_Weight]:
     for row in params:
         if row["status"] in MEASURED and (pair := quantised_pair(row)) is not None:
             side = SIDES[1 if is_quantised(getattr(torch, pair[1])) else 0]
-            found.append(_Weight(row, side, _codes(pair), _limit(row, pair)))
+            found.append(_Weight(row, side, _codes(pair), _limit(row, pair), _most_factor(row, pair)))
     return found + _packed([row for row in params if row["status"] not in MEASURED])
 
 
@@ -196,17 +199,33 @@ def is_wrongly_quantised(row: Mapping[str, Any], pair: tuple[str, str]) -> bool:
         return True
     if row["rel_l2"] is None:
         return False
-    return row["rel_l2"] > most_by_rounding(_codes(pair)) or _factor(row, _FACTOR) is not None
+    return row["rel_l2"] > most_by_rounding(_codes(pair)) or _factor(row, _most_factor(row, pair)) is not None
 
 
 def _factor(row: Mapping[str, Any], most: float) -> float | None:
     """The factor by which the sides differ, beside differences of no preferred direction; None if it may be 1."""
+    factor = _projected(row)
+    if factor is None:
+        return None
+    is_near = abs(factor - 1) <= max(most, _SIGMAS * row["rel_l2"] / math.sqrt(row["numel"]))
+    return None if is_near else factor
+
+
+def _projected(row: Mapping[str, Any]) -> float | None:
+    """The factor of the baseline in the target; None where a side is zero."""
     squares = [row[f"mean_{side}"] ** 2 + row[f"std_{side}"] ** 2 for side in SIDES]
     if not all(squares) or row["cosine"] is None:
         return None
-    factor = row["cosine"] * math.sqrt(squares[1] / squares[0])
-    is_near = abs(factor - 1) <= max(most, _SIGMAS * row["rel_l2"] / math.sqrt(row["numel"]))
-    return None if is_near else factor
+    return float(row["cosine"] * math.sqrt(squares[1] / squares[0]))
+
+
+def _most_factor(row: Mapping[str, Any], pair: tuple[str, str]) -> float:
+    """The factor by which rounding may change a weight, from the part of the difference that is not a factor."""
+    factor = _projected(row)
+    if not is_dequantised(row) or factor is None or roundoff(_codes(pair)):
+        return _FACTOR
+    rest = math.sqrt(max(0.0, row["rel_l2"] ** 2 - (factor - 1) ** 2))
+    return _FACTOR_OF_PACKED if rest > _OF_8_BITS else _FACTOR
 
 
 def _codes(pair: tuple[str, str]) -> str:
@@ -232,13 +251,13 @@ def _sentences(
     whose_other = f"the {other}'s" if len(sides) == 1 else "the other side's"
     how = f"times their scales they differ from {whose_other} by at most {max(known):.2g} (rel_l2)" if known else ""
     if len(dequantised) < len(weights):
-        is_packed = any(weight.factor == _FACTOR_OF_PACKED for weight in weights)
+        is_packed = any(not weight.codes for weight in weights)
         why = "they are packed" if is_packed else "no scale was found"
         of_some = f"of {len(weights) - len(dequantised)} " if dequantised else ""
         how += f"{'; ' if how else ''}the values {of_some}are not compared, because {why}"
     codes = " and ".join(dict.fromkeys(weight.codes for weight in weights if weight.codes))
     to_codes = f" to {codes}" if codes else ""
-    found = [f"{whose} are quantised{to_codes}: {first_of(words, _MOST_SHOWN)}{f'; {how}' if how else ''}."]
+    found = [f"{whose} are quantised{to_codes}: {first_of(words, _GROUPS_SHOWN)}{f'; {how}' if how else ''}."]
     within = {name: [row["rel_l2"] for row in outputs[name]] for name in allowed}
     within = {name: sizes for name, sizes in within.items() if max(sizes) <= allowed[name]}
     sizes = [size for each in within.values() for size in each]

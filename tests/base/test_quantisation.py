@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from kit.int8_tensor import Int8Tensor
 
-from graftlab.base.quantisation import SCALE, by_extras, is_quantised, scale_of
+from graftlab.base.quantisation import (
+    CODES,
+    SCALE,
+    by_extras,
+    codes_of,
+    dequantised,
+    is_quantised,
+    numbers_of,
+    scale_of,
+    stored_codes,
+    weight_tap,
+)
 
 FP8 = torch.float8_e4m3fn
 VALUES = torch.randn(48, 80, generator=torch.Generator().manual_seed(0))
@@ -60,3 +75,60 @@ def test_a_scale_of_another_shape_does_not_fit(shape: tuple[int, ...]) -> None:
 def test_other_tensors_and_extras_stay_as_they_are() -> None:
     for shown, extras in ((VALUES, {SCALE: torch.ones(1)}), (VALUES.to(FP8), None), (VALUES.to(FP8), {SCALE: 2.0})):
         assert by_extras(shown, extras) is shown
+
+
+def test_the_weight_of_a_class_that_stores_codes_shows_its_numbers() -> None:
+    weight = torch.nn.Parameter(Int8Tensor.of(VALUES), requires_grad=False)
+    shown, extras = weight_tap("up.weight", {"up.weight": weight})
+    assert extras == {CODES: "int8"}
+    numbers = shown()
+    assert type(numbers) is torch.Tensor
+    torch.testing.assert_close(numbers, VALUES, atol=float(VALUES.abs().max()) / 127, rtol=0)
+    assert codes_of(numbers, extras) == "int8"
+    assert torch.equal(numbers_of("up.weight", {"up.weight": weight}), numbers)
+
+
+def test_the_numbers_are_not_computed_before_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    monkeypatch.setattr(Int8Tensor, "dequantize", lambda self: computed.append(self))
+    weight_tap("weight", {"weight": Int8Tensor.of(VALUES)})
+    assert computed == []
+
+
+# torch will remove these dtypes.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("dtype", "codes"), [(torch.qint8, torch.int8), (torch.quint8, torch.uint8)])
+def test_the_codes_of_torchs_own_quantised_tensors_are_known(dtype: torch.dtype, codes: torch.dtype) -> None:
+    weight = torch.quantize_per_tensor(VALUES, 0.05, 3, dtype)
+    assert stored_codes(weight) == codes
+    assert torch.equal(dequantised(weight), weight.dequantize())
+
+
+def test_float8_codes_in_a_class_keep_their_name() -> None:
+    assert stored_codes(Int8Tensor(VALUES.to(FP8), torch.ones(48, 1))) == FP8
+    # Their packed codes may have any dtype.
+    assert stored_codes(Int8Tensor(torch.zeros(48, 10, dtype=torch.int32), torch.ones(48, 1))) == torch.int8
+
+
+def test_numbers_of_4_bits_come_from_the_library_that_packed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes keeps what it needs in an attribute, which ``detach`` loses."""
+    library = SimpleNamespace(functional=SimpleNamespace(dequantize_4bit=lambda data, state: (data * state).float()))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library)
+    weight = torch.nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    assert stored_codes(weight) is None
+    weight.quant_state = 2  # type: ignore[attr-defined]
+    assert stored_codes(weight) == torch.uint8
+    assert dequantised(weight).tolist() == [0, 2, 4, 6]
+
+
+def test_plain_weights_are_shown_as_they_are() -> None:
+    plain = torch.nn.Parameter(VALUES)
+    assert weight_tap("weight", {"weight": plain}) == (plain, None)
+    codes, scale = VALUES.to(FP8), torch.ones(1)
+    shown, extras = weight_tap("weight", {"weight": codes, "weight_scale": scale})
+    assert shown is codes
+    assert extras is not None
+    assert torch.equal(extras[SCALE], scale)
+    assert codes_of(codes, extras) == "float8_e4m3fn"
+    assert codes_of(VALUES, None) is None
+    assert codes_of(VALUES, {"other": 1}) is None

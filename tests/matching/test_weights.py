@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.int8_tensor import Int8Tensor
 from kit.ports import Encoder, Port, State, encoder_from_bert
 
 import graftlab as gl
@@ -537,3 +538,21 @@ def test_quantised_weights_are_matched_by_their_values(dtype: torch.dtype, wrong
     converted = made["convert"](others)
     torch.testing.assert_close(converted["layers.0.qk.weight"], fused)
     assert set(converted) == {f"layers.{n}.qk.weight" for n in range(3)}
+
+
+# torch will remove its own.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_weights_whose_class_stores_codes_are_matched_by_their_numbers(is_torchs: bool) -> None:
+    q, k = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0)) / 50
+    fused = torch.cat([q, k])
+    codes = Int8Tensor.of(fused)
+    if is_torchs:
+        codes = torch.quantize_per_channel(fused, torch.full((64,), 0.001), torch.zeros(64), 0, torch.qint8)
+    match = gl.match_weights({"q.weight": q, "k.weight": k}, {"qk.weight": codes})
+    assert match.clean
+    assert not match.unmatched_target
+    assert "weights of the target are quantised (qk.weight)" in match.notices[-1]
+    made: dict[str, Any] = {}
+    exec(match.to_code(), made)
+    assert torch.equal(made["convert"]({"q.weight": q, "k.weight": k})["qk.weight"], fused)

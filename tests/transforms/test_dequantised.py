@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graftlab.base import quantisation
 from graftlab.base.quantisation import SCALE
 from graftlab.transforms import GraftTransformInput, Outcome, compare, run_transform
 
@@ -69,3 +70,31 @@ def test_parts_of_codes_are_joined_as_values() -> None:
     outcome = run_transform(None, given)
     assert outcome.aligned_by == "concat dim=0, dequantised"
     assert compare(outcome, given).rel_l2 < 0.04
+
+
+STORED = {quantisation.CODES: "int8"}
+"""The extras of numbers that a weight's class stores as codes."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "cast"),
+    [
+        (None, STORED, "bfloat16 -> int8"),
+        (STORED, None, "int8 -> bfloat16"),
+        (STORED, STORED, None),
+        (STORED, {quantisation.CODES: "float8_e4m3fn"}, "int8 -> float8_e4m3fn"),
+    ],
+)
+def test_numbers_that_are_stored_as_codes_are_compared_and_never_grafted(theirs: Any, own: Any, cast: str) -> None:
+    """A graft would change a copy of the weight."""
+    given = received([VALUES], [theirs], VALUES * 2, own)
+    outcome = run_transform(None, given)
+    assert (outcome.aligned_by, outcome.cast, outcome.compare_only) == ("dequantised", cast, True)
+    assert compare(outcome, given).rel_l2 == pytest.approx(1.0)
+
+
+def test_stored_codes_are_compared_with_codes_beside_a_scale() -> None:
+    given = received([CODES], [ROW_SCALE], VALUES, STORED)
+    outcome = run_transform(None, given)
+    assert (outcome.cast, outcome.compare_only) == ("float8_e4m3fn -> int8", True)
+    assert 0.02 < compare(outcome, given).rel_l2 < 0.04

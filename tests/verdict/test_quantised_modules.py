@@ -87,6 +87,23 @@ def test_an_output_that_differs_by_a_factor_is_named_in_words_and_allowed_nothin
     assert found([weight(0)], few).scaled == {}
 
 
+@pytest.mark.parametrize(
+    ("rel_l2", "factor", "is_named"),
+    [
+        # Rounding to 4 bits moves a weight by a tenth, in a direction.
+        (0.1, 1.03, False),
+        (0.12, 1.07, True),
+        # Beside the factor, this one has 8 bits.
+        (0.0316, 1.03, True),
+    ],
+)
+def test_integers_of_fewer_bits_may_differ_by_a_larger_factor(rel_l2: float, factor: float, is_named: bool) -> None:
+    codes = weight(0, rel_l2, factor=factor, cast="bfloat16 -> int8")
+    modules = found([codes], [row("layers.0.up", rel_l2, factor=factor, status="grafted")])
+    assert (list(modules.scaled) == ["layers.0.up"]) is is_named
+    assert bool(differing_data(to_frame([codes]), 5.0)) is is_named
+
+
 def test_nothing_is_quantised_where_both_sides_or_neither_have_8_bits() -> None:
     outputs = [row("layers.0.up", 0.04, status="grafted")]
     for cast in (None, "float32 -> bfloat16", "float8_e5m2 -> float8_e4m3fn"):
