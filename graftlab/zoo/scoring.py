@@ -16,7 +16,7 @@ from graftlab.errors import GraftWarning
 from graftlab.launching import launch
 from graftlab.taps.calls import here
 from graftlab.verdict.lines import DifferingLine
-from graftlab.zoo import benign_programs, model_part_programs, unseen_programs
+from graftlab.zoo import benign_programs, model_part_programs, quantised_programs, unseen_programs
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
 from graftlab.zoo.line_truth import has_line, is_right
@@ -35,7 +35,7 @@ STATED = (
     "no tap was measured on both sides",
 )
 """Phrases of a verdict's first sentence that state a difference which no named group explains."""
-PROGRAM_MODULES = (model_part_programs, unseen_programs, benign_programs)
+PROGRAM_MODULES = (model_part_programs, unseen_programs, quantised_programs, benign_programs)
 """Imported for the programs that they register."""
 SPECIMENS: tuple[Specimen | Program, ...] = (*FAULTS, *CONTROLS, *PROGRAMS)
 

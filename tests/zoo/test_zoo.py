@@ -30,8 +30,8 @@ SAMPLE = [
 SAMPLE_PROGRAMS = [
     *("ssm_state_lost_between_chunks", "batch_norm_momentum_turned_around", "autocast_keeps_a_stale_copy"),
     *("loss_over_padding", "head_under_another_name", "first_call_before_its_scale_is_loaded"),
-    *("every_third_call_tunes_its_kernel", "window_over_long_requests"),
-    *("experts_in_buffers", "alibi_from_the_first_position", "autocast_by_hand"),
+    *("every_third_call_tunes_its_kernel", "window_over_long_requests", "packed_zero_point_off_by_one"),
+    *("experts_in_buffers", "alibi_from_the_first_position", "autocast_by_hand", "weights_in_float8"),
 ]
 
 
@@ -84,7 +84,9 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
             return max(_distance(program.body(False), program.body(True)) for _ in range(3))
 
     off = {each.name: difference(each) for each in PROGRAMS}
-    assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > 1e-5] == []
+    # Rounding to 4 bits moves a weight by a tenth.
+    allowed = {each.name: 0.1 if each.area == "quantised weights" else 1e-5 for each in PROGRAMS}
+    assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > allowed[each.name]] == []
     only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
     assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
 
