@@ -191,3 +191,34 @@ def test_a_line_of_the_backward_pass_is_named_though_it_runs_on_another_thread()
     with gl.launch(baseline=1, target=1) as session:
         verdict = session.verdict(backward_twice, backward_twice)
     assert verdict.lines["source"].tolist() == ["loss.backward()"], verdict.text
+
+
+class Rounded(nn.Module):
+    """A linear layer of int8 weights with a scale for each row."""
+
+    def __init__(self, linear: nn.Linear, factor: float) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("weight_scale", scale * factor)
+        self.register_buffer("bias", linear.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.weight_scale, self.bias)
+
+
+def quantised(factor: float) -> nn.Module:
+    made = model(device="cpu")
+    for number, block in enumerate(made.blocks):
+        block.qkv = Rounded(block.qkv, factor if number else 1.0)
+    return made.to(second_device.load())
+
+
+@pytest.mark.parametrize(("baseline", "factor"), [("cpu", 1.0), ("second", 1.05)])
+def test_a_quantised_target_on_a_second_device_is_compared_by_its_numbers(baseline: str, factor: float) -> None:
+    answer, text = compared(partial(model, device=None if baseline == "second" else "cpu"), partial(quantised, factor))
+    assert answer == ("inconclusive" if factor == 1 else "differ"), text
+    assert "The target's weights are quantised to int8: blocks.*.qkv.weight" in text
+    assert ("blocks.1.qkv is 1.05 times the baseline's" in text or "blocks.*.qkv is computed differently" in text) is (
+        factor != 1
+    ), text
