@@ -23,7 +23,7 @@ from graftlab.judging.line_runs import LineSearch
 from graftlab.judging.masked_values import left_out, masks_alike, with_equal_masks, without_masked_values
 from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights, Mechanisms
-from graftlab.judging.partial_sums import not_compared, partial_sums
+from graftlab.judging.partial_sums import Summands, next_taps, not_compared, partial_sums
 from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
 from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
 from graftlab.judging.unmeasured import (
@@ -77,7 +77,7 @@ from graftlab.verdict.outdated_pairs import (
     with_present_partners,
 )
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
-from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modules
+from graftlab.verdict.quantised_modules import QuantisedModules, quantised_limits, quantised_modules
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
@@ -170,6 +170,7 @@ class Judgement:
         self._threshold = runs.request.threshold
         self._failed: list[str] = []
         self._masks_alike: list[str] = []
+        self._summed_at: dict[str, str] = {}
         self._weights = LentWeights()
         self._is_abandoned = False
 
@@ -364,18 +365,21 @@ class Judgement:
             evidence = self._measure()
         return evidence, split
 
-    def _measured_without_partial_sums(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
+    def _measured_without_partial_sums(self, evidence: Evidence) -> tuple[Evidence, dict[str, Summands]]:
         """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
-        sums: dict[str, list[str]] = {}
+        sums: dict[str, Summands] = {}
         # What is computed from a summand, as by dropout, is one too, and shows it once the summand is not grafted.
         while self._runs.shows_module_inputs and not self._failed:
-            found: dict[str, list[str]] = {}
-            search = partial(partial_sums, self._runs, evidence.grafted)
+            found: dict[str, Summands] = {}
+            limits = quantised_limits(evidence.compared)
+            search = partial(partial_sums, self._runs, evidence.grafted, limits)
             found = self._attempt("the search for partial sums", search, found)
             if not found:
                 break
             sums |= found
-            self._runs.leave_out((name, None) for names in found.values() for name in names)
+            names = {name for each in found.values() for name in each.names}
+            self._summed_at |= next_taps(evidence.grafted, names)
+            self._runs.leave_out((name, None) for name in names)
             self._runs.return_weights()
             evidence = self._measure()
         return evidence, sums
@@ -438,7 +442,7 @@ class Judgement:
         compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
         unseen = not_in_twin(evidence.selves, self._runs.has_twin)
         to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
-        quantised = quantised_modules(compared, grafted, self._threshold)
+        quantised = quantised_modules(compared, grafted, self._threshold, self._summed_at)
         # The scales were compared together with their weights.
         others = compared[~compared["name"].isin(list(quantised.scales))] if len(compared) else compared
         unseen += unseen_taps(others, to_be_grafted, grafted, evidence.selves)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -18,6 +20,7 @@ import torch
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
 from graftlab.base.tensor_bytes import real_parts
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
@@ -28,27 +31,63 @@ from graftlab.verdict.added import coarser_dtype, measured_rows
 _CALLS = 3
 # The difference of means, as a multiple of the one expected of independent values. Right sums are far below it.
 _OF_CHANCE = 0.05
+_MOST_SHOWN = 4
 
 
-def partial_sums(runs: VerdictRuns, grafted: pd.DataFrame) -> dict[str, list[str]]:
-    """The names of taps, by group, at which the target's ranks have summands of the baseline's value.
+@dataclass(frozen=True)
+class Summands:
+    """The taps of a group at which the target's ranks have summands of the baseline's value.
 
-    ``grafted`` are the rows of the run in which every tap was grafted. Makes a run if there may be such taps.
+    In ``wrong`` ones, a minority, the summands do not add up to it.
+    """
+
+    names: list[str]
+    wrong: list[str]
+
+
+def partial_sums(
+    runs: VerdictRuns, grafted: pd.DataFrame, limits: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Summands]:
+    """The taps, by group, at which the target's ranks have summands of the baseline's value.
+
+    ``grafted`` are the rows of the run in which every tap was grafted. ``limits`` are how far the sums of some taps may
+    be from the value (rel_l2), because they come from quantised weights. Makes a run if there may be such taps.
     """
     options = runs.session.options
     if options.baseline != 1 or options.target < 2:
         return {}
     calls = _calls(grafted, options.target)
-    likely = {group: found for group, found in calls.items() if all(_means_add_up(call) for call in found)}
+    # Not all, because one of several layers may be wrong. What follows its summands then differs.
+    right = {group: [call for call in found if _means_add_up(call, limits)] for group, found in calls.items()}
+    likely = {group: found for group, found in right.items() if 2 * len(found) > len(calls[group])}
     keep = filter_of((call[0]["name"], None) for found in likely.values() for call in found)
     if keep is None:
         return {}
     runs.both("whether ranks have partial sums", RunFilters(b2t="True", keep=keep))
-    return {
-        group: list(dict.fromkeys(call[0]["name"] for call in found))
-        for group, found in likely.items()
-        if all(_add_up(runs, call) for call in found[:_CALLS])
-    }
+    sums = {}
+    for group, found in likely.items():
+        wrong = [call for call in found[:_CALLS] if not _add_up(runs, call, limits)]
+        if 2 * len(wrong) < len(found[:_CALLS]):
+            wrong += [call for call in calls[group] if call not in found]
+            sums[group] = Summands(_names(calls[group]), _names(wrong))
+    return sums
+
+
+def _names(calls: Iterable[Call]) -> list[str]:
+    return list(dict.fromkeys(call[0]["name"] for call in calls))
+
+
+def next_taps(grafted: pd.DataFrame, names: Collection[str]) -> dict[str, str]:
+    """The values that the target's ranks show next after a tap of these names, with that tap's name."""
+    found: dict[str, str] = {}
+    before: dict[tuple[int, int], str] = {}
+    rows = [row for row in measured_rows(grafted) if kind_of(row["tags"]) is None and row["side"] == "target"]
+    for row in sorted(rows, key=lambda row: (row["in_run"], row["order"])):
+        place = row["in_run"], row["rank"]
+        if row["name"] not in names and before.get(place) in names:
+            found[row["name"]] = before[place]
+        before[place] = row["name"]
+    return found
 
 
 Call = dict[int, Mapping[str, Any]]
@@ -78,7 +117,11 @@ def _may_be_summand(row: Mapping[str, Any]) -> bool:
     return differs and roundoff(dtype) > 0 and row["aligned_by"] is None and not row["nonfinite_differ"]
 
 
-def _means_add_up(call: Call) -> bool:
+def _limit(call: Call, limits: Mapping[str, float]) -> float:
+    return limits.get(call[0]["name"].partition("[")[0], 0.0)
+
+
+def _means_add_up(call: Call, limits: Mapping[str, float]) -> bool:
     first = call[0]
     rms = math.hypot(first["mean_baseline"], first["std_baseline"])
     whole = sum(row["mean_target"] for row in call.values())
@@ -86,10 +129,11 @@ def _means_add_up(call: Call) -> bool:
     rounding = (
         2 * len(call) * roundoff(coarser_dtype(first)) * max(rms, *(abs(r["mean_target"]) for r in call.values()))
     )
-    return bool(abs(whole - first["mean_baseline"]) <= max(_OF_CHANCE * by_chance, rounding))
+    of_chance = max(_OF_CHANCE, 4 * _limit(call, limits))
+    return bool(abs(whole - first["mean_baseline"]) <= max(of_chance * by_chance, rounding))
 
 
-def _add_up(runs: VerdictRuns, call: Call) -> bool:
+def _add_up(runs: VerdictRuns, call: Call, limits: Mapping[str, float]) -> bool:
     pairs = []
     for rank, row in sorted(call.items()):
         tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
@@ -103,17 +147,19 @@ def _add_up(runs: VerdictRuns, call: Call) -> bool:
         return False
     expected = real_parts(pairs[0][0]).double()
     found = torch.stack([real_parts(own).double() for _, own in pairs]).sum(0)
-    limit = assumed_floor([coarser_dtype(row) for row in call.values()])[0]
+    limit = max(assumed_floor([coarser_dtype(row) for row in call.values()])[0], _limit(call, limits))
     return bool((found - expected).norm() <= limit * expected.norm())
 
 
-def not_compared(sums: Mapping[str, list[str]]) -> list[str]:
+def not_compared(sums: Mapping[str, Summands]) -> list[str]:
     """A sentence on the taps that were left out."""
     if not sums:
         return []
     several = len(sums) > 1
+    wrong = [name for each in sums.values() for name in each.wrong]
+    but = f", but not at {first_of(wrong, _MOST_SHOWN)}" if wrong else ""
     return [
         f"{', '.join(sums)}: each rank of the target has a summand of {'these values' if several else 'this value'}, "
-        "and together they add up to the baseline's. What follows is judged without "
+        f"and together they add up to the baseline's{but}. What follows is judged without "
         f"{'them' if several else 'it'}; gl.tap(..., layout=...) declares partial sums, and compares their sum."
     ]

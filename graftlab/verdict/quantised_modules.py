@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -100,27 +101,48 @@ class _Weight:
         return str(self.row["name"]).rpartition(".")[0]
 
 
-def quantised_modules(compared: pd.DataFrame, grafted: pd.DataFrame, threshold: float) -> QuantisedModules:
+def quantised_limits(compared: pd.DataFrame) -> dict[str, float]:
+    """How far the output of each such module may be from the baseline's (rel_l2), by the module's name."""
+    return {weight.module: weight.limit for weight in _weights(compared)}
+
+
+def quantised_modules(
+    compared: pd.DataFrame,
+    grafted: pd.DataFrame,
+    threshold: float,
+    summed_at: Mapping[str, str] = MappingProxyType({}),
+) -> QuantisedModules:
     """Find such modules, by their weights in ``compared``, and how far their outputs are apart in ``grafted``.
 
     ``grafted`` are the rows of a run in which every tap had the baseline's values. An output is named above
-    ``threshold`` times its floor. One that differs by a factor has no such floor.
+    ``threshold`` times its floor. One that differs by a factor has no such floor. ``summed_at`` are taps that show the
+    sum of outputs that are not compared, because each rank has a summand, with the name of that output.
     """
     weights = _weights(compared)
     if not weights:
         return QuantisedModules()
-    modules = {weight.module: weight for weight in weights}
+    of_weights = {weight.module: weight for weight in weights}
     outputs: dict[str, list[dict[str, Any]]] = {}
+    modules: dict[str, _Weight] = {}
     for row in records(grafted[grafted["status"].isin(MEASURED)]):
-        if kind_of(row["tags"]) is None and _module(row["name"]) in modules and row["rel_l2"] is not None:
-            outputs.setdefault(row["name"], []).append(row)
-    usual = median(row["rel_l2"] for rows in outputs.values() for row in rows) if outputs else 0.0
+        name = row["name"]
+        weight = of_weights.get(_module(summed_at.get(name, name)))
+        if kind_of(row["tags"]) is None and weight is not None and row["rel_l2"] is not None:
+            outputs.setdefault(name, []).append(row)
+            modules[name] = weight
+    usual = {
+        is_sum: median(row["rel_l2"] for name in names for row in outputs[name])
+        for is_sum in (False, True)
+        if (names := [name for name in outputs if (name in summed_at) is is_sum])
+    }
     scaled = {
         name: f"the target's {name} is {factor:.3g} times the baseline's"
         for name, rows in outputs.items()
-        if (factor := next(filter(None, (_factor(row, modules[_module(name)].factor) for row in rows)), None))
+        if (factor := next(filter(None, (_factor(row, modules[name].factor) for row in rows)), None))
     }
-    allowed = {name: _TIMES * min(usual, modules[_module(name)].limit) for name in outputs if name not in scaled}
+    allowed = {
+        name: _TIMES * min(usual[name in summed_at], modules[name].limit) for name in outputs if name not in scaled
+    }
     own_names = {name for weight in weights if is_dequantised(weight.row) for name in _own_names(weight.row)}
     scales = {each for name in own_names for each in scale_names(name)}
     if not any(row["rel_l2"] for rows in outputs.values() for row in rows) and outputs:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import graftlab as gl
 from graftlab.errors import SessionError
-from graftlab.judging.partial_sums import partial_sums
+from graftlab.judging.partial_sums import Summands, next_taps, partial_sums
 from graftlab.judging.verdict_runs import RunFilters
 from graftlab.rows.store import to_frame
 
@@ -33,6 +33,21 @@ class Block(nn.Module):
         self.down.weight = nn.Parameter(down[:, part].clone(), requires_grad=False)
 
 
+class Rounded(nn.Module):
+    """A linear layer of int8 weights with a scale for each row."""
+
+    def __init__(self, linear: nn.Module, factor: float) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("weight_scale", scale)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.weight_scale * self.factor).T
+
+
 class Split(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -43,6 +58,12 @@ class Split(nn.Module):
         part = slice(8 * me.rank, 8 * me.rank + 8) if self.is_split else slice(None)
         self.layers = nn.ModuleList(Block(part) for _ in range(3))
         self.norm = nn.LayerNorm(8)
+
+        for number, layer in enumerate(self.layers if "quantised" in self.fault else ()):
+            layer.up = Rounded(layer.up, 1.0)
+            layer.down = Rounded(layer.down, 1.3 if "wrong" in self.fault and (number, me.rank) == (1, 1) else 1.0)
+        if self.fault == "one rank" and me.rank == 1:
+            self.layers[1].down.weight *= 1.05
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -84,6 +105,35 @@ def test_a_mistake_beside_summands_is_named_after_them(session: gl.Session, faul
         assert line in set(verdict.lines["source"])
 
 
+@pytest.mark.ranks
+def test_wrong_summands_in_one_layer_are_named_there_alone(session: gl.Session) -> None:
+    verdict = session.verdict(forward, forward, args=("one rank",))
+    assert verdict.named == ["layers.*.norm", "norm"]
+    assert "and together they add up to the baseline's, but not at layers.1.down. What follows is" in verdict.text
+
+
+def forward_with_weights(fault: str) -> torch.Tensor:
+    model = Split(fault)
+    with gl.watch(model, params=True), torch.no_grad():
+        result: torch.Tensor = model(torch.linspace(-2, 2, 48).sin().reshape(6, 8))
+        return result
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", ["quantised", "quantised and wrong"])
+def test_quantised_summands_are_none_of_what_is_named(session: gl.Session, fault: str) -> None:
+    """What follows them shows the rounding of their weights."""
+    verdict = session.verdict(forward_with_weights, forward_with_weights, args=(fault,))
+    assert "The target's weights are quantised to int8: layers.*.up.weight" in verdict.text
+    assert "\nNot checked: layers.*.down: each rank of the target has a summand of this value" in verdict.text
+    if "wrong" in fault:
+        assert {"layers.*.norm"} <= set(verdict.named) <= {"layers.*.norm", "norm"}
+        assert "in layer 2 of 0-2" in verdict.text
+        assert ", but not at layers.1.down. What follows is" in verdict.text
+    else:
+        assert verdict.named == []
+
+
 def halved() -> torch.Tensor:
     x = gl.tap("x", torch.linspace(-1, 1, 24).reshape(4, 6))
     factor = 0.5 if gl.here().side == "target" else 1.0  # type: ignore[union-attr]
@@ -96,6 +146,14 @@ def test_copies_that_are_wrong_by_the_number_of_ranks_are_not_summands(session: 
 
 
 # ---- which taps hold summands, from given tensors -------------------------------------------------------------------
+
+
+def fields_of(whole: torch.Tensor, part: torch.Tensor) -> dict[str, Any]:
+    """What a row says of both tensors."""
+    sides = {"baseline": whole, "target": part}
+    of_both = {f"mean_{side}": float(each.mean()) for side, each in sides.items()}
+    of_both |= {f"std_{side}": float(each.std(correction=0)) for side, each in sides.items()}
+    return {"rel_l2": float((part - whole).norm() / whole.norm()), "numel": part.numel(), **of_both}
 
 
 class Runs:
@@ -114,18 +172,14 @@ class Runs:
             raise SessionError("no pair was kept")
         return self.whole, self.parts[rank]
 
-    def found(self, **fields: Any) -> list[str]:
+    def found(self, limits: dict[str, float] | None = None, **fields: Any) -> list[str]:
         """The taps with summands, where a row of each rank has these ``fields``."""
 
         def measured(rank: int, part: torch.Tensor) -> Any:
-            sides = {"baseline": self.whole, "target": part}
-            of_both = {f"mean_{side}": float(each.mean()) for side, each in sides.items()}
-            of_both |= {f"std_{side}": float(each.std(correction=0)) for side, each in sides.items()}
-            apart = float((part - self.whole).norm() / self.whole.norm())
-            return tap("sum", 1, rank=rank, **{"rel_l2": apart, "numel": part.numel(), **of_both, **fields})
+            return tap("sum", 1, rank=rank, **{**fields_of(self.whole, part), **fields})
 
         rows = to_frame([measured(rank, part) for rank, part in enumerate(self.parts)])
-        return [name for names in partial_sums(self, rows).values() for name in names]  # type: ignore[arg-type]
+        return [name for each in partial_sums(self, rows, limits or {}).values() for name in each.names]  # type: ignore[arg-type]
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -146,6 +200,48 @@ def test_only_tensors_that_add_up_are_summands() -> None:
     # Copies that are wrong by the number of ranks.
     assert Runs(2 * one, one, one).found() == []
     assert Runs(one + other, one, other, kept=False).found() == []
+
+
+def test_summands_of_quantised_weights_add_up_to_what_quantising_explains() -> None:
+    one, other = drawn(0), drawn(1)
+    assert Runs(one + other, one, other + 0.01 * drawn(2)).found({"sum": 0.03}) == ["sum"]
+    assert Runs(one + other, one, other + 0.01 * drawn(2)).found({"another": 0.03}) == []
+    assert Runs(one + other, one, other + 0.2 * drawn(2)).found({"sum": 0.03}) == []
+
+
+def test_most_calls_of_a_group_must_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = drawn(0), drawn(1)
+    runs = Runs(one + other, one, other)
+
+    def found(*offsets: float) -> dict[str, Summands]:
+        rows = [
+            tap(f"layers.{layer}.down", 1, rank=rank, **fields_of(one + other, part + rank * offset))
+            for layer, offset in enumerate(offsets)
+            for rank, part in enumerate((one, other))
+        ]
+        return partial_sums(runs, to_frame(rows))  # type: ignore[arg-type]
+
+    names = [f"layers.{layer}.down" for layer in range(3)]
+    assert found(0, 0.5, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
+    assert found(0, 0.5, 0.5) == {}
+    assert found(0, 0.5) == {}
+    # The mean of this one is right.
+    turned = other - 0.01 * (other - other.mean())
+    tensors = {names[1]: (one, turned)}
+    monkeypatch.setattr(runs, "pair", lambda name, rank, *_: (one + other, tensors.get(name, runs.parts)[rank]))
+    assert found(0, 0, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
+    tensors[names[2]] = one, turned
+    assert found(0, 0, 0) == {}
+
+
+def test_the_taps_after_summands_are_those_that_the_ranks_show_next() -> None:
+    rows = [
+        tap(name, order, rank=rank, rel_l2=0.1)
+        for rank in range(2)
+        for order, name in enumerate(["up", "down", "dropped", "norm", "down", "out"], 1)
+    ]
+    assert next_taps(to_frame(rows), {"down", "dropped"}) == {"norm": "dropped", "out": "down"}
+    assert next_taps(to_frame(rows), {"other"}) == {}
 
 
 @pytest.mark.parametrize(

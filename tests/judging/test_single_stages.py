@@ -641,7 +641,7 @@ def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured
 def test_partial_sums_are_sought_where_module_inputs_show_and_nothing_failed(
     measured: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judgement, "partial_sums", lambda runs, rows: measured.note("sums", {}))
+    monkeypatch.setattr(judgement, "partial_sums", lambda runs, rows, limits: measured.note("sums", {}))
     for shows, failed, seeks in ((True, [], True), (False, [], False), (True, ["failed"], False)):
         measured.runs.shows_module_inputs = shows
         measured.asked.clear()
