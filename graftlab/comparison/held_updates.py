@@ -61,8 +61,10 @@ def judge_held_updates(
         if any(one.not_repeated for one in each)
     ]
     settings = _differing_settings(baseline[0], target[0], rows)
+    # A trainer's own optimizer may compute the same: its class alone is no difference.
+    classes = _differing_classes(baseline[0], target[0])
     parted = _parted(rows)
-    remarks = [*moved, *parted, *gradients.sentences, *settings]
+    remarks = [*moved, *parted, *gradients.sentences, *classes, *settings]
     findings = verdict.findings
     computed = bool(findings.named)
     if not computed:
@@ -152,13 +154,18 @@ def _not_taken(taken: pd.DataFrame) -> list[str]:
     return [f"the update from equal values for {names}: the baseline's value could not be grafted there."]
 
 
+def _differing_classes(baseline: UpdateDescription, target: UpdateDescription) -> list[str]:
+    """A sentence on optimizers of different classes."""
+    if baseline.optimizer == target.optimizer:
+        return []
+    return [f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target."]
+
+
 def _differing_settings(
     baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Sentences on differing settings, with both sides' values, and on optimizers of different classes."""
+    """Sentences on differing settings, with both sides' values."""
     sentences = []
-    if baseline.optimizer != target.optimizer:
-        sentences.append(f"The optimizer is {baseline.optimizer} on the baseline and {target.optimizer} on the target.")
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
     for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
         if setting == "initial_lr" and any("optimizer's lr " in line for line in sentences):

@@ -367,12 +367,15 @@ class Judgement:
     def _measured_without_partial_sums(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
         """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
         sums: dict[str, list[str]] = {}
-        if self._runs.shows_module_inputs and not self._failed:
-            sums = self._attempt(
-                "the search for partial sums", lambda: partial_sums(self._runs, evidence.grafted), sums
-            )
-        if sums:
-            self._runs.leave_out((name, None) for names in sums.values() for name in names)
+        # What is computed from a summand, as by dropout, is one too, and shows it once the summand is not grafted.
+        while self._runs.shows_module_inputs and not self._failed:
+            found: dict[str, list[str]] = {}
+            search = partial(partial_sums, self._runs, evidence.grafted)
+            found = self._attempt("the search for partial sums", search, found)
+            if not found:
+                break
+            sums |= found
+            self._runs.leave_out((name, None) for names in found.values() for name in names)
             self._runs.return_weights()
             evidence = self._measure()
         return evidence, sums

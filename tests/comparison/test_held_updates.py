@@ -461,7 +461,6 @@ def test_settings_are_compared_by_pairs_of_weights() -> None:
         dtypes={"W": "bfloat16", "b": "float32"},
     )
     assert _differing_settings(ours, theirs, rows) == [
-        "The optimizer is SGD on the baseline and Adam on the target.",
         "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.",
         "The optimizer's betas are (0.9, 0.99) on the baseline and (0.8, 0.99) on the target, for w.",
         "The weights are float32 on the baseline and bfloat16 on the target: w. An update below their rounding is "

@@ -118,6 +118,15 @@ def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(sid
     assert compared.remarks[0].startswith(f"The {side}'s step of AdamW cannot be replayed")
 
 
+def test_optimizers_of_other_classes_that_compute_the_same_update_agree(made: Any) -> None:
+    classes = "The optimizer is AdamW on the baseline and OwnAdamW on the target."
+    compared = judged(made, theirs=update(optimizer="OwnAdamW"))
+    assert (compared.answer, compared.remarks[0]) == ("agree", classes)
+    made.named = ("w",)
+    compared = judged(made, theirs=update(optimizer="OwnAdamW"))
+    assert (compared.answer, compared.remarks[0]) == ("differ", classes)
+
+
 def test_an_update_that_one_of_several_ranks_cannot_replay_clears_nothing(made: Any) -> None:
     ranks = [update(), update(not_repeated=True)]
     compared = judge_held_updates(made.repeats, [update()], ranks, JudgingChoice(), None, {})
@@ -223,9 +232,8 @@ def test_weights_of_another_dtype_are_listed_by_the_baselines_names() -> None:
     ]
     given.append({"name": "w", "target_name": None, "tags": {"kind": "param_grad"}})
     ours = update(dtypes={"v": "float32", "w": "float32", "u": "float64"})
-    theirs = update(optimizer="SGD", dtypes={"v": "float32", "t.w": "bfloat16", "t.u": "float16"})
+    theirs = update(dtypes={"v": "float32", "t.w": "bfloat16", "t.u": "float16"})
     assert _differing_settings(ours, theirs, given) == [
-        "The optimizer is AdamW on the baseline and SGD on the target.",
         "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update below their rounding is "
         "lost.",
     ]
