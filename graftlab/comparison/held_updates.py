@@ -165,7 +165,7 @@ def _differing_settings(
     baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Sentences on differing settings, with both sides' values."""
-    sentences = []
+    sentences: list[str] = []
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
     for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
         if setting == "initial_lr" and any("optimizer's lr " in line for line in sentences):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pandas as pd
@@ -18,6 +18,7 @@ import torch
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of
 from graftlab.base.tensor_bytes import real_parts
+from graftlab.base.text import first_of
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
@@ -30,17 +31,22 @@ _CALLS = 3
 _OF_CHANCE = 0.05
 
 
-def partial_sums(runs: VerdictRuns, grafted: pd.DataFrame) -> dict[str, list[str]]:
-    """The names of taps, by group, at which the target's ranks have summands of the baseline's value.
+GRADIENTS = ("grad", "param_grad")
+
+
+def partial_sums(
+    runs: VerdictRuns, grafted: pd.DataFrame, kinds: Collection[str | None] = (None,)
+) -> dict[str, list[str]]:
+    """The names of taps of these kinds, by group, at which the target's ranks have summands of the baseline's value.
 
     ``grafted`` are the rows of the run in which every tap was grafted. Makes a run if there may be such taps.
     """
     options = runs.session.options
     if options.baseline != 1 or options.target < 2:
         return {}
-    calls = _calls(grafted, options.target)
+    calls = _calls(grafted, options.target, kinds)
     likely = {group: found for group, found in calls.items() if all(_means_add_up(call) for call in found)}
-    keep = filter_of((call[0]["name"], None) for found in likely.values() for call in found)
+    keep = filter_of((call[0]["name"], kind_of(call[0]["tags"])) for found in likely.values() for call in found)
     if keep is None:
         return {}
     runs.both("whether ranks have partial sums", RunFilters(b2t="True", keep=keep))
@@ -55,11 +61,11 @@ Call = dict[int, Mapping[str, Any]]
 """The rows of one call of a tap, by rank."""
 
 
-def _calls(grafted: pd.DataFrame, ranks: int) -> dict[str, list[Call]]:
-    """The calls of values that differ on all ranks of the target in one shape, by group."""
+def _calls(grafted: pd.DataFrame, ranks: int, kinds: Collection[str | None]) -> dict[str, list[Call]]:
+    """The calls of taps of these kinds that differ on all ranks of the target in one shape, by group."""
     found: dict[tuple[Any, ...], Call] = defaultdict(dict)
     for row in measured_rows(grafted):
-        if kind_of(row["tags"]) is None and row["side"] == "target":
+        if kind_of(row["tags"]) in kinds and row["side"] == "target":
             tags = json.dumps(own_tags(row["tags"]), sort_keys=True, default=str)
             found[row["in_run"], row["name"], tags, row["occurrence"]][row["rank"]] = row
     groups: dict[str, list[Call]] = defaultdict(list)
@@ -105,6 +111,17 @@ def _add_up(runs: VerdictRuns, call: Call) -> bool:
     found = torch.stack([real_parts(own).double() for _, own in pairs]).sum(0)
     limit = assumed_floor([coarser_dtype(row) for row in call.values()])[0]
     return bool((found - expected).norm() <= limit * expected.norm())
+
+
+def gradients_not_compared(parts: Mapping[str, list[str]]) -> list[str]:
+    """A sentence on the gradients that were left out."""
+    if not parts:
+        return []
+    names = first_of([f"{'the weight ' * g.endswith('@param_grad')}{g.partition('@')[0]}" for g in parts], 4)
+    return [
+        f"the gradients of {names}: each rank of the target has a summand, and together they add up to the baseline's. "
+        "Whether the script adds them up shows in its next update."
+    ]
 
 
 def not_compared(sums: Mapping[str, list[str]]) -> list[str]:
