@@ -218,21 +218,26 @@ def _sum_of_ranks(
         return None
     limits = {line.name: max(line.limit, _SUM) for line in over}
     for what, divisor in (("sum", 1), ("average", len(target))):
-        fits = []
+        fits = {}
         for name, limit in limits.items():
             # The parts are summed as they were before clipping, whose factor may differ between ranks. If a script
             # reduces them after the backward passes, they are equal when the optimizer reads them.
             expected, own = _accumulated(baseline, name), paired[name]
             parts = [part for each in target if own in each.gradients and (part := _accumulated(each, own))]
-            found = [part.values for part in parts if expected is not None and part.shape == expected.shape]
-            if expected is None or len(found) < len(target):
+            if expected is None or len(parts) < len(target) or any(part.shape != expected.shape for part in parts):
                 continue
-            first, *others = [each.gradients[own].values for each in target]
-            apart = any(_distance(first, each) > limit for each in others)
-            fits.append(apart and _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit)
-        if fits and all(fits):
+            found = [part.values for part in parts]
+            if all(_distance(expected.values, each) <= limit for each in found):
+                # Each rank has the whole gradient, and makes something else of it.
+                continue
+            # A script that has reduced them leaves no rank its own part, though the ranks may clip differently.
+            is_own = all(_factor(part, each.gradients[own]) for part, each in zip(parts, target, strict=True))
+            apart = any(_distance(found[0], each) > limit for each in found[1:])
+            is_whole = _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit
+            fits[name] = is_own and apart and is_whole
+        if fits and all(fits.values()):
             ranks = spans(range(len(target)))
-            names = first_of([*limits], _SHOWN)
+            names = first_of([*fits], _SHOWN)
             return (
                 f"The target's ranks {ranks} {what} to the baseline's gradient of {names}, and each has only its "
                 "part: a reduction over the ranks is missing."
@@ -319,6 +324,14 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
         sentences.append(
             f"For one update the baseline calls models {_times_called(ours.calls)} and the target "
             f"{_times_called(theirs.calls)}."
+        )
+    by_rank = [_changed_afterwards(each) for each in target]
+    known = [factor for factor in by_rank if factor is not None]
+    if len(known) == len(by_rank) and max(known) - min(known) > _SUM * max(known):
+        listed = first_of([f"{factor:.4g} (rank {rank})" for rank, factor in enumerate(known)], _SHOWN)
+        sentences.append(
+            f"After the backward passes the target's ranks multiply their gradients by different factors, {listed}, as "
+            "when each clips by the norm of its own part."
         )
     before, after = _changed_afterwards(ours), _changed_afterwards(theirs)
     if before is not None and after is not None and abs(before / after - 1) > _SUM:

@@ -21,9 +21,17 @@ from graftlab.base.text import counted, first_of
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.results import ResultDifference, compare_named, values_of_other_shapes, written_on_one_side
-from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.diffs.results import (
+    ResultDifference,
+    compare_named,
+    value_in_words,
+    values_of_other_shapes,
+    written_on_one_side,
+)
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.errors import GraftError, MatchError, SessionError, WaitInterrupted
+from graftlab.judging.judge import judge
+from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
@@ -32,10 +40,12 @@ from graftlab.ranks.held_call import (
     call_dtypes,
     call_numbers,
     drop_backward,
+    left_in_16_bits,
     narrow_call,
     repeat_call,
     try_backward,
     widen_call,
+    widen_operators,
 )
 from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.ranks.widening import NARROW
@@ -119,22 +129,25 @@ class Repeats:
             return str(failed[0])
         return None
 
-    def verdict(self, choice: JudgingChoice, *, explain: bool = True) -> Verdict:
-        """Judge these runs."""
-        return self.session.verdict(
+    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
+        """Judge these runs. ``gradient_parts`` says that the script may add up gradients over its ranks afterwards."""
+        request = VerdictRequest(
             repeat_call,
             repeat_call,
             output=choice.output if explain else None,
             floor=choice.floor,
             threshold=choice.threshold,
             explain=explain,
+            gradient_parts=gradient_parts,
         )
+        return judge(self.session, request)
 
     def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
         """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32.
 
-        Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target reads the
-        baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
+        Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
+        by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
+        reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
         """
         if len(self.session.ranks) > 2:
             # A rank that cannot run in float32 would keep the others waiting.
@@ -146,11 +159,21 @@ class Repeats:
         ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
         if numbers is None or ours is None or theirs is None:
             return None
-        run = self.session.run(partial(widen_call, {}, ours), partial(widen_call, numbers, theirs))
         try:
+            run = self.session.run(partial(widen_call, {}, ours), partial(widen_call, numbers, theirs))
+            if not any(each is not None for each in (*run.baseline, *run.target)):
+                return self.verdict(choice)
+            self.session.run(narrow_call, narrow_call)
+            run = self.session.run(widen_operators, widen_operators)
             if any(each is not None for each in (*run.baseline, *run.target)):
                 return None
-            return self.verdict(choice)
+            # Writes into the call's own tensors still round to float32.
+            floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
+            verdict = self.verdict(replace(choice, floor=floor))
+            verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
+            # What rounds even then would be taken for a mistake.
+            left = self.session.run(left_in_16_bits, left_in_16_bits)
+            return None if any((*left.baseline, *left.target)) else verdict
         finally:
             if not self.session.closed:
                 self.session.run(narrow_call, narrow_call)
@@ -194,7 +217,7 @@ def judge_held_calls(
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
-    verdict = repeats.verdict(choice)
+    verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
     trusted = not remarks
     is_first = all(each.number <= 1 for each in (*baseline, *target))
     wide: Verdict | None = None
@@ -207,13 +230,15 @@ def judge_held_calls(
             not_in_float32 = [f"{NOT_CHECKED}the same call in float32, which failed: {str(error).splitlines()[0]}"]
     if wide is not None:
         if wide.findings.in_float32 is None:
-            dtypes = " and ".join(dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW))
+            narrow = dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW)
+            dtypes = " and ".join(narrow) or verdict.findings.computed_in
             what = (
                 "no tapped value explains the difference"
                 if verdict.findings.unexplained
                 else "the calls agree to rounding"
             )
-            remarks.append(f"In {dtypes} {what}. In float32, from the same numbers, they differ:")
+            wider = wide.findings.looked_in
+            remarks.append(f"In {dtypes} {what}. In {wider}, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
@@ -229,6 +254,9 @@ def judge_held_calls(
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
     if answer == "agree" and without_taps:
         answer = "differ"
+    if answer == "agree" and (earlier := _rounds_earlier(baseline, target, verdict.findings)):
+        answer = "inconclusive"
+        remarks.append(earlier)
     if answer == "inconclusive" and trusted and verdict.findings.inconclusive:
         far = [each for each in results.differences if is_beyond_rounding(each, choice.threshold)]
         if far:
@@ -275,6 +303,29 @@ def judge_held_calls(
     if answer == "differ":
         remarks += _differing_numbers(baseline, target)
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def _rounds_earlier(
+    baseline: Sequence[CallDescription], target: Sequence[CallDescription], findings: Findings
+) -> str | None:
+    """A sentence on a result that the target alone has in 16 bits, though both compute in these, if the target's is not
+    the baseline's rounded: a softmax of logits of 16 bits, for example. A run in more bits cannot show that.
+    """
+    frame = findings.frame
+    narrow = {*frame.loc[frame["cast"].isna(), "dtype"], findings.computed_in} & {*_NARROW}
+    for path, ours in baseline[0].plain.items():
+        theirs = target[0].plain.get(path)
+        if theirs is None or theirs.shape != ours.shape or theirs.dtype not in NARROW or ours.dtype in NARROW:
+            continue
+        dtype = str(theirs.dtype).removeprefix("torch.")
+        if dtype in narrow and not torch.equal(ours.to(theirs.dtype), theirs):
+            own = str(ours.dtype).removeprefix("torch.")
+            return (
+                f"Both sides compute in {dtype}, and only the baseline has {value_in_words(path)} in {own}. The "
+                f"target's is not the baseline's rounded to {dtype}, so it may round earlier, for instance before a "
+                "softmax. To compare what else they compute, let both return one dtype."
+            )
+    return None
 
 
 def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
@@ -371,16 +422,20 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     if answer_of(cleared, True, True) != "agree":
         return None
     # Bit-equal calls are right.
-    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any():
+    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() and not (found.computed_in and _moves(found)):
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None or wide.frame["dtype"].isin(_NARROW).any():
         return None
+    # It computes in more bits now, from numbers of 16 bits.
+    wide = replace(wide, findings=replace(wide.findings, computed_in=""))
     answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
     if answer == "agree" and not found.unexplained:
         # Where one side alone has 16 bits, the rounding of its numbers, which both have now, may be the mistake.
         rounding = found.rounding if frame["cast"].notna().any() else cleared.rounding
-        return Verdict(replace(found, in_float32=float(wide.frame["ratio"].max()), rounding=rounding), runs)
+        ratio = float(wide.frame["ratio"].max()) if len(wide.frame) else 0.0
+        looked = replace(found, in_float32=ratio, looked_in=wide.findings.looked_in, rounding=rounding)
+        return Verdict(looked, runs)
     # Weights that differ by one rounding differ in float32, and whatever reads them.
     is_of_code = wide.named and (wide.findings.weights_lent or not wide.findings.data)
     return Verdict(wide.findings, runs) if answer == "differ" and is_of_code else None
@@ -489,13 +544,19 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     if findings.raised or findings.inconclusive:
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"
-    if findings.quantised or findings.rounding.is_doubtful(findings.in_float32):
+    is_hidden = findings.computed_in and findings.in_float32 is None and _moves(findings)
+    if findings.quantised or findings.rounding.is_doubtful(findings.in_float32) or is_hidden:
         # There is room for a mistake.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned
     if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
         return "inconclusive"
     return "agree"
+
+
+def _moves(findings: Findings) -> bool:
+    """Whether some tap differs from its partner, or none shows whether it does."""
+    return findings.only_returned or bool((findings.frame["added"] > 0).any())
 
 
 def _shows_output(findings: Findings) -> bool:

@@ -82,6 +82,10 @@ _REFUSED = "To judge a call or update that cannot be repeated, the scripts must 
 _MOST_RAISING = 16
 _AFTER_A_TIE = f"{NOT_CHECKED}what the scripts compute from different tokens."
 _NOTHING_TO_JUDGE = "a script ended before both sides had made a call to judge"
+_ONLY_PARTS = (
+    "Each of the target's ranks has only a summand of some gradients, and no update of the weights followed that would "
+    "show whether they are added up."
+)
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # The least time, in seconds, in which the results of further calls are compared.
 _LOOK_AT_RESULTS = 10.0
@@ -185,6 +189,8 @@ class _HeldInTurn:
         self._unpaired: Comparison | None = None
         # The calls that show no difference but were compared too little to agree, by their place among the models.
         self._undecided: dict[int, Comparison] = {}
+        # The first call in which each rank has a part of some gradients, for use if no update follows.
+        self._in_parts: Comparison | None = None
         # By sentence, the first call in which this was not checked.
         self._left: dict[str, int] = {}
         self._buffers: set[str] = set()
@@ -220,6 +226,8 @@ class _HeldInTurn:
             else:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
+                if compared.findings.gradient_parts and self._in_parts is None:
+                    self._in_parts = compared
                 if compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held):
                     # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
@@ -248,6 +256,8 @@ class _HeldInTurn:
         """The comparison if everything that was judged agrees."""
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
+        if self._in_parts is not None and not self._updates:
+            return self._with(self._in_parts, (_ONLY_PARTS, *remarks), "inconclusive")
         compared = next(iter(self._undecided.values()), self._compared)
         remarks = [*remarks, *self._left_elsewhere(compared)]
         if self._choice.training and not self._updates:

@@ -173,7 +173,8 @@ class StartedScripts(Repeats):
     def add_backward(self) -> str | None:
         return self._no_backward
 
-    def verdict(self, choice: JudgingChoice, *, explain: bool = True) -> Verdict:
+    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
+        # To find parts of gradients takes several more starts.
         request = VerdictRequest(
             repeat_call,
             repeat_call,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,15 +27,28 @@ _WIDE = {
 }
 _FLOATING = {*_WIDE, *_WIDE.values()}
 
+_COARSE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
 _here = threading.local()
 
 
+@dataclass(frozen=True)
+class CoarseDtypes:
+    """The dtypes of 16 bits of a run in float64, by name: of its operators' inputs, and of results that stayed so."""
+
+    read: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+
+
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
+def in_float64(*, rounds_stored: bool = False) -> Iterator[CoarseDtypes]:
     """Have this thread's operators compute in float64, whatever lower precision their inputs have.
 
     Their results stay in float64, so nothing is rounded between them. Writes into an existing tensor, and random
-    numbers, keep their dtype; an operator without a float64 version runs unchanged.
+    numbers, keep their dtype; an operator without a float64 version runs unchanged. With ``rounds_stored``, also of an
+    outer call, float32 tensors that no operator has computed, such as weights, are still rounded where the code
+    converts them to 16 bits.
+    Yields the dtypes of 16 bits that the operators reach, which are complete at the end.
 
     Raises the code's own errors if it requires a certain dtype.
 
@@ -43,8 +57,14 @@ def in_float64() -> Iterator[None]:
     torch.float64
     """
     # An accelerator's backward pass would run in a separate thread, without the mode.
-    with torch.autograd.set_multithreading_enabled(False), _Float64Mode():  # type: ignore[no-untyped-call]
-        yield
+    before = getattr(_here, "rounds_stored", False)
+    _here.rounds_stored = rounds_stored or before
+    mode = _Float64Mode()
+    try:
+        with torch.autograd.set_multithreading_enabled(False), mode:
+            yield mode.coarse
+    finally:
+        _here.rounds_stored = before
 
 
 @contextlib.contextmanager
@@ -59,17 +79,34 @@ def as_it_is() -> Iterator[None]:
 
 
 class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.coarse = CoarseDtypes()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(_here, "off", False):
+            return func(*args, **kwargs)
+        is_rounded = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in _COARSE
+        # What operators have computed is in float64.
+        if is_rounded and args[0].dtype == torch.float32 and getattr(_here, "rounds_stored", False):
+            return func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
+        if not _returns_views(func):
+            self.coarse.read.update(_coarse([*args, *kwargs.values()]))
+            if func not in _MOVES:
+                self.coarse.left.update(_coarse([result]))
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(_here, "off", False) or func.namespace != "aten":
             return func(*args, **kwargs)
         schema = func._schema
         if schema.is_mutable:
             return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
-        is_view = any(each.alias_info is not None for each in schema.returns)
         # A gradient that autograd rounds to a weight's dtype must have that dtype.
         moves = func in _MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
-        if is_view or moves or torch.Tag.nondeterministic_seeded in func.tags:
+        if _returns_views(func) or moves or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         if _PACKED.search(schema.name) is None:
             dtypes = [each.dtype for each in tensors_in(args)]
@@ -85,6 +122,17 @@ class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _MOVES = {torch.ops.aten.embedding.default}
 # Some of these misread float64 as a different dtype, without a check.
 _PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
+
+
+def _returns_views(func: Any) -> bool:
+    """Whether an operator computes nothing, and shows a part of its argument."""
+    schema = func._schema
+    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+
+
+def _coarse(values: Sequence[Any]) -> set[str]:
+    """The names of the tensors' dtypes of 16 bits."""
+    return {_COARSE[each.dtype] for each in tensors_in(values) if each.dtype in _COARSE}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from graftlab.base.tags import identity, plain
-from graftlab.base.tap_groups import group_of, is_data, is_output
+from graftlab.base.tap_groups import group_of, is_data, is_output, kind_of
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, is_quantised, quantised_roundoff, roundoff
@@ -73,6 +73,9 @@ class SelfGraft:
     returned: dict[str, float] = field(default_factory=dict)
     """The rel_l2 of each returned tensor, by its path in the result, when each tap is moved and none is reset, combined
     with that of the run in higher precision."""
+    computed_in: str = ""
+    """The coarsest dtype of 16 bits in which the call computes what its taps and results do not show; blank if it does
+    not, or if that is unknown."""
 
 
 def graft_self(
@@ -121,7 +124,8 @@ def graft_self(
 
     # Moving a result shows no rounding before it, as in a function of tokens that has no other taps.
     if exact is None and _only_results_move(record):
-        exact = partial(_in_float64, call) if _agrees_in_float64(call, result) else None
+        found.computed_in, agrees = _agrees_in_float64(call, result)
+        exact = partial(_in_float64, call) if agrees else None
     # First, because a tensor that is moved in place may be an argument, and would stay moved.
     if exact is not None:
         measure_in_higher_precision(exact)
@@ -133,8 +137,10 @@ def graft_self(
     found.outputs = drift.rows
     if exact is None:
         still = _never_moved(perturbed.rows, lambda name: any(each in doubtful for each in paired_names(name)))
-        if still and _agrees_in_float64(call, result):
-            measure_in_higher_precision(partial(_in_float64, call), still)
+        if still:
+            found.computed_in, agrees = _agrees_in_float64(call, result)
+            if agrees:
+                measure_in_higher_precision(partial(_in_float64, call), still)
     return found
 
 
@@ -148,24 +154,29 @@ def _never_moved(rows: Sequence[AddedRounding], is_doubtful: Callable[[str], boo
 
 
 def _only_results_move(record: SelfGraftRecorder) -> bool:
-    """Whether all taps of floating-point numbers show what a model or a function returns."""
-    names = [name for (name, *_), each in record.taps.items() if each.is_floating]
+    """Whether all taps of floating-point numbers, apart from inputs, show what a model or a function returns."""
+    names = [name for (name, *_), each in record.taps.items() if each.is_floating and kind_of(each.tags) != "input"]
     return bool(names) and all(map(is_output, names))
 
 
 def _in_float64(call: Call) -> Any:
-    with in_float64():
+    # Both sides round what they store.
+    with in_float64(rounds_stored=True):
         return call()
 
 
-def _agrees_in_float64(call: Call, result: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a call runs in float64 and makes the same choices, of tokens for example, so that only rounding differs.
+def _agrees_in_float64(call: Call, result: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
+    """The coarsest dtype of 16 bits in which a call computes its results, blank if there is none; and whether it runs
+    in float64 and makes the same choices, of tokens for example, so that only rounding differs.
 
     Otherwise its distance would excuse mistakes.
     """
-    with contextlib.suppress(Exception):
-        return not changed_results(result, _run(partial(_in_float64, call), SelfGraftRecorder(0)))
-    return False
+    with contextlib.suppress(Exception), in_float64(rounds_stored=True) as coarse:
+        again = _run(call, SelfGraftRecorder(0))
+        with as_it_is():
+            computed_in = max(coarse.read, key=roundoff, default="")
+            return computed_in, not changed_results(result, again, computed_in)
+    return "", False
 
 
 def note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
@@ -233,13 +244,16 @@ def _copied(result: Any) -> dict[str, torch.Tensor]:
     return {path: value.detach().clone() for path, value in named_tensors(result).items()}
 
 
-def changed_results(result: Mapping[str, torch.Tensor], again: Any) -> list[str]:
-    """The paths of the returned values that differ from those of the previous call by more than rounding."""
+def changed_results(result: Mapping[str, torch.Tensor], again: Any, computed_in: str = "") -> list[str]:
+    """The paths of the returned values that differ from those of the previous call by more than rounding.
+
+    ``computed_in`` is a coarser dtype in which some of them are computed.
+    """
     differences = compare_named(result, named_tensors(again)).differences
     return [
         path
         for path, rel_l2, (dtype, _) in differences
-        if rel_l2 > (assumed_floor([dtype])[0] if roundoff(dtype) else 0.0)
+        if rel_l2 > (assumed_floor(filter(None, [dtype, computed_in]))[0] if roundoff(dtype) else 0.0)
     ]
 
 

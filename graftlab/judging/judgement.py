@@ -23,7 +23,14 @@ from graftlab.judging.line_runs import LineSearch
 from graftlab.judging.masked_values import left_out, masks_alike, with_equal_masks, without_masked_values
 from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights, Mechanisms
-from graftlab.judging.partial_sums import Summands, next_taps, not_compared, partial_sums
+from graftlab.judging.partial_sums import (
+    GRADIENTS,
+    Summands,
+    gradients_not_compared,
+    next_taps,
+    not_compared,
+    partial_sums,
+)
 from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
 from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
 from graftlab.judging.unmeasured import (
@@ -160,6 +167,11 @@ class Naming:
         return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
+def _unseen_dtype(computed_in: str, frame: pd.DataFrame) -> str:
+    """The dtype of 16 bits in which the baseline computes; blank if its taps show it, or there is none."""
+    return "" if ((frame["dtype"] == computed_in) & frame["cast"].isna()).any() else computed_in
+
+
 class Judgement:
     """Makes the runs of one verdict and draws its conclusions."""
 
@@ -178,8 +190,9 @@ class Judgement:
         """Make the runs, and return the verdict."""
         evidence, split = self._measured_without_split_calls()
         evidence, sums = self._measured_without_partial_sums(evidence)
+        evidence, parts = self._measured_without_parts_of_gradients(evidence)
         naming = self._name(evidence)
-        naming.unseen += not_paired(split) + not_compared(sums)
+        naming.unseen += not_paired(split) + not_compared(sums) + gradients_not_compared(parts)
         misaligned = self._attempt(
             "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
         )
@@ -306,6 +319,8 @@ class Judgement:
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
+                gradient_parts=[*parts],
+                computed_in=_unseen_dtype(evidence.floors.computed_in, frame),
                 lines=lines,
                 only_returned=bool(split),
                 # The side that raises makes fewer calls, and these pair with the other side's first ones.
@@ -372,17 +387,42 @@ class Judgement:
         while self._runs.shows_module_inputs and not self._failed:
             found: dict[str, Summands] = {}
             limits = quantised_limits(evidence.compared)
+            limits |= {name: limits[output] for name, output in self._summed_at.items() if output in limits}
             search = partial(partial_sums, self._runs, evidence.grafted, limits)
             found = self._attempt("the search for partial sums", search, found)
-            if not found:
+            if found.keys() <= sums.keys():
                 break
             sums |= found
             names = {name for each in found.values() for name in each.names}
-            self._summed_at |= next_taps(evidence.grafted, names)
+            after = next_taps(evidence.grafted, names)
+            self._summed_at |= {name: self._summed_at.get(output, output) for name, output in after.items()}
             self._runs.leave_out((name, None) for name in names)
             self._runs.return_weights()
             evidence = self._measure()
         return evidence, sums
+
+    def _measured_without_parts_of_gradients(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
+        """The measurements without gradients that code after the run adds up over the ranks; and those, by group.
+
+        Nothing is left out if something is named without them too: then they may show where a sum is missing.
+        """
+        parts: dict[str, list[str]] = {}
+        while self._runs.request.gradient_parts and not self._failed:
+            none: dict[str, Summands] = {}
+            search = partial(partial_sums, self._runs, evidence.grafted, kinds=GRADIENTS)
+            sums = self._attempt("the search for partial sums of gradients", search, none)
+            found = {group: each.names for group, each in sums.items() if not each.wrong}
+            if found.keys() <= parts.keys():
+                break
+            parts |= found
+            self._runs.leave_out((name, kind_of_group(group)) for group, names in found.items() for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        if parts and self._name(evidence).named:
+            self._runs.take_back((name, kind_of_group(group)) for group, names in parts.items() for name in names)
+            self._runs.return_weights()
+            return self._measure(), {}
+        return evidence, parts
 
     def _measure(self) -> Evidence:
         compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.floor import Floor, pool
@@ -43,6 +44,11 @@ class MeasuredFloors:
     def returned_not_repeated(self) -> list[str]:
         """The returned values that differ from one run of the baseline to the next, in words."""
         return list(dict.fromkeys(value for each in self._selves for value in each.returned_not_repeated))
+
+    @property
+    def computed_in(self) -> str:
+        """The coarsest dtype of 16 bits in which the baseline computes what its taps do not show; blank if none."""
+        return max((each.computed_in for each in self._selves), key=roundoff, default="")
 
     def of_groups(self) -> dict[str, Floor]:
         """The floor of each group: what rounding adds at its taps."""

@@ -33,6 +33,8 @@ _CALLS = 3
 _OF_CHANCE = 0.05
 _MOST_SHOWN = 4
 
+GRADIENTS = ("grad", "param_grad")
+
 
 @dataclass(frozen=True)
 class Summands:
@@ -46,9 +48,12 @@ class Summands:
 
 
 def partial_sums(
-    runs: VerdictRuns, grafted: pd.DataFrame, limits: Mapping[str, float] = MappingProxyType({})
+    runs: VerdictRuns,
+    grafted: pd.DataFrame,
+    limits: Mapping[str, float] = MappingProxyType({}),
+    kinds: Collection[str | None] = (None,),
 ) -> dict[str, Summands]:
-    """The taps, by group, at which the target's ranks have summands of the baseline's value.
+    """The taps of these kinds, by group, at which the target's ranks have summands of the baseline's value.
 
     ``grafted`` are the rows of the run in which every tap was grafted. ``limits`` are how far the sums of some taps may
     be from the value (rel_l2), because they come from quantised weights. Makes a run if there may be such taps.
@@ -56,11 +61,11 @@ def partial_sums(
     options = runs.session.options
     if options.baseline != 1 or options.target < 2:
         return {}
-    calls = _calls(grafted, options.target)
+    calls = _calls(grafted, options.target, kinds)
     # Not all, because one of several layers may be wrong. What follows its summands then differs.
     right = {group: [call for call in found if _means_add_up(call, limits)] for group, found in calls.items()}
     likely = {group: found for group, found in right.items() if 2 * len(found) > len(calls[group])}
-    keep = filter_of((call[0]["name"], None) for found in likely.values() for call in found)
+    keep = filter_of((call[0]["name"], kind_of(call[0]["tags"])) for found in likely.values() for call in found)
     if keep is None:
         return {}
     runs.both("whether ranks have partial sums", RunFilters(b2t="True", keep=keep))
@@ -94,11 +99,11 @@ Call = dict[int, Mapping[str, Any]]
 """The rows of one call of a tap, by rank."""
 
 
-def _calls(grafted: pd.DataFrame, ranks: int) -> dict[str, list[Call]]:
-    """The calls of values that differ on all ranks of the target in one shape, by group."""
+def _calls(grafted: pd.DataFrame, ranks: int, kinds: Collection[str | None]) -> dict[str, list[Call]]:
+    """The calls of taps of these kinds that differ on all ranks of the target in one shape, by group."""
     found: dict[tuple[Any, ...], Call] = defaultdict(dict)
     for row in measured_rows(grafted):
-        if kind_of(row["tags"]) is None and row["side"] == "target":
+        if kind_of(row["tags"]) in kinds and row["side"] == "target":
             tags = json.dumps(own_tags(row["tags"]), sort_keys=True, default=str)
             found[row["in_run"], row["name"], tags, row["occurrence"]][row["rank"]] = row
     groups: dict[str, list[Call]] = defaultdict(list)
@@ -149,6 +154,17 @@ def _add_up(runs: VerdictRuns, call: Call, limits: Mapping[str, float]) -> bool:
     found = torch.stack([real_parts(own).double() for _, own in pairs]).sum(0)
     limit = max(assumed_floor([coarser_dtype(row) for row in call.values()])[0], _limit(call, limits))
     return bool((found - expected).norm() <= limit * expected.norm())
+
+
+def gradients_not_compared(parts: Mapping[str, list[str]]) -> list[str]:
+    """A sentence on the gradients that were left out."""
+    if not parts:
+        return []
+    names = first_of([f"{'the weight ' * g.endswith('@param_grad')}{g.partition('@')[0]}" for g in parts], _MOST_SHOWN)
+    return [
+        f"the gradients of {names}: each rank of the target has a summand, and together they add up to the baseline's. "
+        "Whether the script adds them up shows in its next update."
+    ]
 
 
 def not_compared(sums: Mapping[str, Summands]) -> list[str]:

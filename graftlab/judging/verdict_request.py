@@ -31,6 +31,8 @@ class VerdictRequest:
     kwargs: Mapping[str, Any] | None = None
     steps: int = 1
     graft_weights: bool = False
+    gradient_parts: bool = False
+    """Whether gradients of a run may be parts, which code after it adds up over the ranks."""
     stop: threading.Event = field(default_factory=threading.Event, compare=False)
     """Another thread sets it to interrupt the verdict, as the stop button does on the notebook's thread."""
 

@@ -228,6 +228,11 @@ class VerdictRuns:
         """Neither compare nor graft the taps of these names and kinds from now on."""
         self._left_out += taps
 
+    def take_back(self, taps: Iterable[tuple[str, str | None]]) -> None:
+        """Compare and graft these taps again, which were left out."""
+        again = {*taps}
+        self._left_out = [each for each in self._left_out if each not in again]
+
     def return_weights(self) -> None:
         """Stop lending weights: the target runs with its own again."""
         self._lent = None

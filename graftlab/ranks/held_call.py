@@ -19,13 +19,14 @@ import torch
 from graftlab.base.quantisation import weight_tap
 from graftlab.diffs.results import NamedTensors, is_written, named_tensors, value_in_words, written_path
 from graftlab.errors import SessionError
+from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
 from graftlab.ranks.widening import WideTensors
 from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.nested import tap_inside
-from graftlab.taps.routing import handled_by
+from graftlab.taps.routing import handled_by, taps_within
 from graftlab.taps.watch import Watch, watch, weights_of
 
 # How many items are taken of a generator, which may be endless.
@@ -135,6 +136,8 @@ class HeldCall:
         self._left: dict[str, None] = {}
         self._snapshot = self._taken()
         self._wide: WideTensors | None = None
+        # The dtypes of 16 bits that are left while operators compute in float64; None if they do not.
+        self._in_float64: set[str] | None = None
         self._narrow_snapshot = self._snapshot
 
     def _taken(self) -> StateSnapshot:
@@ -142,7 +145,7 @@ class HeldCall:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         self._restore()
-        result = self._call()
+        result = self._called()
         if isinstance(result, GeneratorType):
             # Otherwise the items would be computed after the call, in the script's code.
             result = list(itertools.islice(result, _MOST_ITEMS))
@@ -353,8 +356,35 @@ class HeldCall:
         self._snapshot = self._taken()
         return self._called_once(self.narrow)
 
+    def widen_operators(self) -> str | None:
+        """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
+
+        See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
+        operator reads them, such as weights, are rounded as before.
+        """
+        if self._has_backward:
+            return "it has a backward pass"
+        self._in_float64 = set()
+        return self._called_once(self.narrow)
+
+    @property
+    def left_in_16_bits(self) -> list[str]:
+        """The dtypes of 16 bits to which the call still rounded, after :meth:`widen_operators`."""
+        return sorted(self._in_float64 or ())
+
+    def _called(self) -> Any:
+        if self._in_float64 is None:
+            return self._call()
+        with taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
+            result = self._call()
+            if isinstance(result, GeneratorType):
+                result = list(itertools.islice(result, _MOST_ITEMS))
+        self._in_float64 |= coarse.left
+        return result
+
     def narrow(self) -> None:
         """Repeat the call with its own numbers again."""
+        self._in_float64 = None
         if self._wide is not None:
             self._restore()
             self._wide.narrow()
@@ -571,6 +601,16 @@ def call_dtypes() -> dict[str, torch.dtype]:
 def widen_call(numbers: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.dtype]) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
     return held_call().widen(numbers, rounded)
+
+
+def widen_operators() -> str | None:
+    """Repeat the held call with operators in float64; see :meth:`HeldCall.widen_operators`."""
+    return held_call().widen_operators()
+
+
+def left_in_16_bits() -> list[str]:
+    """The dtypes to which the held call still rounded; see :attr:`HeldCall.left_in_16_bits`."""
+    return held_call().left_in_16_bits
 
 
 def narrow_call() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graftlab.taps.backward import is_backward
+
 OnCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
 OnResult = Callable[[torch.nn.Module, Any], None]
 
@@ -18,7 +20,7 @@ class OutermostCalls:
     part of another module's call, and ``after(module, result)`` after it. A context manager.
 
     Calls inside such a call run as if nothing were installed, also those of a generator that it returns. A call in code
-    that is being compiled is not seen.
+    that is being compiled is not seen, nor is one in a backward pass, where checkpointed modules are called again.
     """
 
     def __init__(self, before: OnCall, after: OnResult = lambda module, result: None) -> None:
@@ -47,7 +49,7 @@ class OutermostCalls:
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module, and ``before`` it."""
         # Code may have kept `model.__call__` from a time when this was installed, so that alone is no sign of it.
-        is_outermost = self._is_installed and not self._is_inside
+        is_outermost = self._is_installed and not self._is_inside and not is_backward()
         if not is_outermost or torch.compiler.is_compiling() or next(module.parameters(), None) is None:
             return self._original(module, *args, **kwargs)
         # A global pre-hook would not get the named arguments, and would run for each module inside.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from graftlab.taps import calls
@@ -35,6 +35,23 @@ def handled_by(handler: TapHandler | None) -> Iterator[None]:
         yield
     finally:
         _route(me, before)
+
+
+@contextmanager
+def taps_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a new ``around`` for each tap of this thread, which goes to the same handler as before."""
+    handler = _handler_of(threading.get_ident())
+    with nullcontext() if handler is None else handled_by(_Within(handler, around)):
+        yield
+
+
+class _Within:
+    def __init__(self, handler: TapHandler, around: Callable[[], AbstractContextManager[object]]) -> None:
+        self._handler, self._around = handler, around
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        with self._around():
+            return self._handler.tap(name, value, extras, tags, replace)
 
 
 class _Router:

@@ -114,6 +114,12 @@ class Findings:
     """The groups that round differently. They are among the named ones."""
     in_float32: float | None = None
     """The largest ratio of the same runs in float32, if they name nothing either; set for a call of 16 bits."""
+    looked_in: str = "float32"
+    """The dtype of those runs: float64 if only the call's operators, and not its numbers, could be widened."""
+    gradient_parts: Sequence[str] = ()
+    """The groups of gradients of which each rank has a summand, and which were therefore not compared."""
+    computed_in: str = ""
+    """The coarsest dtype of 16 bits in which the baseline computes what the taps show in more bits; blank if none."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     """Where the tensors of a culprit differ, by group."""
     origins: ErrorOrigins | None = None
@@ -355,11 +361,12 @@ def _nothing_named(findings: Findings) -> str:
     )
     if coarse:
         if findings.in_float32 is not None:
-            measured += f"; in float32 {findings.in_float32:.2g} x"
+            measured += f"; in {findings.looked_in} {findings.in_float32:.2g} x"
         if findings.rounding.groups or findings.rounding.stands_out:
             return f"Nothing else is above {' and '.join(coarse)} rounding ({measured})."
         if findings.in_float32 is not None:
-            return f"Nothing above {' and '.join(coarse)} rounding, nor above float32's in float32 ({measured})."
+            wide = f"nor above float32's in {findings.looked_in}"
+            return f"Nothing above {' and '.join(coarse)} rounding, {wide} ({measured})."
         rounded = {_own_dtypes(row) for row in records(frame) if _is_coarse(row["dtype"])}
         sides = [f"the {side}" for place, side in enumerate(SIDES) if any(_is_coarse(each[place]) for each in rounded)]
         which = sides[0] if len(sides) == 1 else "both sides"
@@ -368,6 +375,12 @@ def _nothing_named(findings: Findings) -> str:
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
+    if findings.computed_in and top:
+        if findings.in_float32 is not None:
+            measured += f"; in {findings.looked_in} {findings.in_float32:.2g} x"
+        look = "" if findings.in_float32 is not None else "; compute in float32 on both sides for a closer look"
+        rounding = f"{findings.computed_in} rounding, in which the baseline computes these values"
+        return f"Nothing above {rounding} ({measured}){look}."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
     doubtful = findings.unexplained or findings.without_output or findings.failed
     if doubtful or findings.unseen or findings.data or not repeats:

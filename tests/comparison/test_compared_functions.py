@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,38 @@ def test_functions_without_a_model_are_compared_to_the_line() -> None:
         assert gl.compare(gated, gated, inputs, folder=None).answer == "agree"
     with pytest.raises(gl.errors.RunError, match="compare: gated needs x, gate; give inputs"):
         gl.compare(gated, gated)
+
+
+def scored(x: torch.Tensor, fault: str = "", steps: int = 1) -> torch.Tensor:
+    """The log-probabilities of a model in bfloat16 that each call makes anew, whole or in steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32)).bfloat16()
+    with torch.no_grad():
+        if fault == "hidden":
+            # Its effect is below one rounding.
+            model[2].eps = 3e-4  # type: ignore[union-attr]
+        first = model[0].weight.T.chunk(steps)  # type: ignore[union-attr, operator]
+        # With several steps each sum is rounded more often.
+        hidden = sum(part @ weight for part, weight in zip(x.bfloat16().chunk(steps, 1), first, strict=True))
+        logits = model[1:](hidden)
+        logits = logits if fault == "narrow" else logits.float()
+        result: torch.Tensor = (logits / 0.7).log_softmax(-1)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer", "said"),
+    [
+        ("", "agree", "Nothing above bfloat16 rounding, in which the baseline computes these values"),
+        ("hidden", "differ", "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they"),
+        ("narrow", "inconclusive", "Both sides compute in bfloat16, and only the baseline has the returned value in"),
+    ],
+)
+def test_results_that_are_computed_in_bfloat16_are_looked_at_in_float64(fault: str, answer: str, said: str) -> None:
+    comparison = gl.compare(scored, partial(scored, fault=fault, steps=4), (torch.randn(64, 16),))
+    with comparison.session:
+        assert comparison.answer == answer, comparison.text
+        assert said in comparison.text
 
 
 def normalised(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -184,6 +184,26 @@ def test_only_outermost_calls_of_modules_with_parameters_are_seen() -> None:
     assert nn.Module.__call__ is before
 
 
+def test_checkpointed_modules_that_the_backward_pass_calls_again_are_not_seen() -> None:
+    """Held there, they were called twice, and torch ended the script."""
+    seen: list[nn.Module] = []
+    block, head = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = block, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return head(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False))
+
+    model = Net()
+    with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
+        model(torch.ones(1, 2)).sum().backward()
+    assert seen == [model]
+    assert block[0].weight.grad is not None
+
+
 def test_inputs_are_one_argument_several_or_named() -> None:
     x = torch.ones(1)
     assert arguments_of(x) == ((x,), {})
@@ -610,13 +630,17 @@ def test_only_a_finished_comparison_agrees(
 
 
 @pytest.mark.parametrize("explain", [True, False])
-def test_calls_are_judged_as_the_caller_has_chosen(explain: bool) -> None:
-    session = MagicMock()
+def test_calls_are_judged_as_the_caller_has_chosen(explain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, judge = MagicMock(), MagicMock()
+    monkeypatch.setattr(held_calls, "judge", judge)
     choice = JudgingChoice(output="logits", floor=1e-3, threshold=7.0)
-    assert Repeats(session).verdict(choice, explain=explain) is session.verdict.return_value
-    session.verdict.assert_called_once_with(
-        repeat_call, repeat_call, output="logits" if explain else None, floor=1e-3, threshold=7.0, explain=explain
-    )
+    found = Repeats(session).verdict(choice, explain=explain, gradient_parts=not explain)
+    assert found is judge.return_value
+    ((given, request),) = [each.args for each in judge.call_args_list]
+    assert given is session
+    assert (request.baseline, request.target) == (repeat_call, repeat_call)
+    assert (request.output, request.floor, request.threshold) == ("logits" if explain else None, 1e-3, 7.0)
+    assert (request.explain, request.gradient_parts) == (explain, not explain)
 
 
 def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:

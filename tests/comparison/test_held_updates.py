@@ -238,6 +238,27 @@ def test_ranks_that_clip_their_parts_lack_a_reduction_unless_it_follows_the_back
     assert ("a reduction over the ranks is missing" in found.sentences[0]) == (not is_reduced)
 
 
+def test_copies_that_ranks_clip_differently_lack_no_reduction_and_parts_do() -> None:
+    whole, parts = drawn(0), [drawn(1), drawn(2)]
+    copies = {"w": whole, "v": parts[0] + parts[1]}
+
+    def found(*own: torch.Tensor) -> Any:
+        """The findings if the ranks have these parts of v, and clip by factors of their own."""
+        ranks, rows = [], []
+        for rank, (part, factor) in enumerate(zip(own, (0.3, 0.2), strict=True)):
+            before = {"w": whole, "v": part}
+            ranks.append(description({name: factor * each for name, each in before.items()}, before))
+            rows += [row(name, rank, 0.5 * copies[name], factor * each) for name, each in before.items()]
+        clipped = {name: 0.5 * each for name, each in copies.items()}
+        return judge_gradients(rows, [description(clipped, copies)], ranks, {})
+
+    clipped = found(copies["v"], copies["v"])
+    assert not any("a reduction over the ranks is missing" in each for each in clipped.sentences)
+    assert any("by different factors, 0.3 (rank 0), 0.2 (rank 1), as" in each for each in clipped.sentences)
+    unreduced = found(*parts)
+    assert unreduced.sentences[0].startswith("The target's ranks 0-1 sum to the baseline's gradient of v, and each has")
+
+
 def test_a_reduction_is_missing_only_if_all_gradients_that_differ_lack_it() -> None:
     parts = [drawn(0), drawn(1)]
     whole, other, wrong = parts[0] + parts[1], drawn(2), drawn(3)

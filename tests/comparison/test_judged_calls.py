@@ -12,15 +12,24 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import functions
+from graftlab.comparison import functions, held_calls
 from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
 from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import CallDescription, call_dtypes, call_numbers, narrow_call, repeat_call
+from graftlab.ranks.held_call import (
+    CallDescription,
+    call_dtypes,
+    call_numbers,
+    left_in_16_bits,
+    narrow_call,
+    repeat_call,
+    widen_operators,
+)
 from graftlab.ranks.held_functions import FunctionInFile
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups
@@ -245,13 +254,15 @@ def test_a_failure_in_float32_is_reported_by_its_first_line() -> None:
     assert (answer, remarks) == ("agree", ["Not checked: the same call in float32, which failed: run 9 failed"])
 
 
-def test_runs_in_float32_end_with_the_narrow_call() -> None:
-    session = Mock(ranks=[1, 2], closed=False)
+def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, judge = Mock(ranks=[1, 2], closed=False), Mock(side_effect=RunError("run 9 failed"))
+    monkeypatch.setattr(held_calls, "judge", judge)
     narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
     answers = {
         call_numbers: ([{"x": ONES}], [{"x": MANY}]),
         narrow_call: ([None], [None]),
         call_dtypes: ([narrow], [wide]),
+        left_in_16_bits: ([[]], [[]]),
     }
 
     def run(baseline: Any, target: Any) -> Any:
@@ -259,7 +270,6 @@ def test_runs_in_float32_end_with_the_narrow_call() -> None:
         return SimpleNamespace(baseline=ours, target=theirs)
 
     session.run.side_effect = run
-    session.verdict.side_effect = RunError("run 9 failed")
     fails: str | None = None
     with pytest.raises(RunError):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
@@ -269,12 +279,53 @@ def test_runs_in_float32_end_with_the_narrow_call() -> None:
     fails = "no tensor of 16 bits was found"
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
     assert session.run.call_args.args == (narrow_call, narrow_call)
-    assert session.verdict.call_count == 1
+    assert judge.call_count == 1
+    # A function's numbers of 16 bits may be out of reach; then its operators compute in float64.
+    answers[widen_operators] = ([None], [None])
+    judge.side_effect = None
+    judge.return_value = Verdict(found("a"), 3)
+    looked = Repeats(session).in_float32(JudgingChoice(), is_first=True)
+    assert looked is not None
+    assert looked.findings.looked_in == "float64"
+    assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
+    assert session.run.call_args.args == (narrow_call, narrow_call)
+    # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
+    answers[left_in_16_bits] = ([[]], [["bfloat16"]])
+    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
     # A rank that cannot run in float32 would keep the others waiting.
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
     session.run.assert_not_called()
+
+
+def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() -> None:
+    hidden = found("a", computed_in="bfloat16", added=1e-3)
+    assert judged(held(), held(), hidden)[0] == "inconclusive"
+    agrees = Verdict(found("a", dtype="float64", looked_in="float64", computed_in="bfloat16"), 3)
+    assert judged(held(), held(), hidden, wide=agrees)[0] == "agree"
+    differs = Verdict(found("a", label="culprit", dtype="float64", looked_in="float64"), 3)
+    answer, remarks = judged(held(), held(), hidden, wide=differs)
+    assert answer == "differ"
+    assert remarks[0] == "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they differ:"
+    # Bit-equal calls are right.
+    assert judged(held(), held(), replace(hidden, frame=hidden.frame.assign(added=0.0)))[0] == "agree"
+
+
+def test_a_result_in_16_bits_agrees_where_it_is_the_baselines_rounded() -> None:
+    exact = torch.tensor([[1 / 3, 0.7, -2.1]])
+    both = found("a", dtype="bfloat16", added=1e-3)
+    agrees = Verdict(found("a"), 3)
+    assert judged(held(exact), held(exact.bfloat16()), both, wide=agrees)[0] == "agree"
+    earlier = (exact.bfloat16() * 1.01).bfloat16()
+    answer, remarks = judged(held(exact), held(earlier), both, wide=agrees)
+    assert answer == "inconclusive"
+    assert remarks[0].startswith(
+        "Both sides compute in bfloat16, and only the baseline has the returned value in float32"
+    )
+    # A target in 16 bits is looked at in float32, where the baseline is not.
+    cast = found("a", dtype="bfloat16", added=1e-3, cast="float32 -> bfloat16")
+    assert judged(held(exact), held(earlier), cast, wide=agrees)[0] == "agree"
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

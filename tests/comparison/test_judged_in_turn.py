@@ -65,6 +65,16 @@ def turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     return made
 
 
+def test_parts_of_gradients_are_cleared_by_an_update_alone(turns: Any) -> None:
+    turns._in_parts = compared(gradient_parts=["w@param_grad"])
+    turns._models.append("Net")
+    found = turns._concluded()
+    assert found.answer == "inconclusive"
+    assert found.remarks[0].startswith("Each of the target's ranks has only a summand of some gradients, and no update")
+    turns._updates = 1
+    assert turns._concluded().answer == "agree"
+
+
 class Started:
     """Scripts that are started again for each run."""
 

@@ -52,6 +52,33 @@ def test_a_model_and_its_gradients_come_out_wide_and_its_weights_stay_as_they_ar
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def test_dtypes_of_16_bits_are_noted_as_operators_read_and_leave_them() -> None:
+    weight, cache = torch.ones(2, 2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)
+    with in_float64() as coarse:
+        torch.nn.functional.embedding(torch.tensor([0]), weight)
+        torch.ones(2).add(1)
+        assert (coarse.read, coarse.left) == ({"bfloat16"}, set())
+        weight[0].mul(2)
+        with as_it_is():
+            cache.add(1)
+        assert (coarse.read, coarse.left) == ({"bfloat16"}, set())
+        cache.add_(1)
+    assert (coarse.read, coarse.left) == ({"bfloat16", "float16"}, {"float16"})
+
+
+def test_what_is_stored_is_still_rounded_if_asked_and_what_is_computed_is_not() -> None:
+    stored = torch.tensor([1 / 3])
+    with in_float64(rounds_stored=True) as coarse:
+        # Also where the baseline is measured within such a run.
+        with in_float64():
+            assert torch.equal(stored.to(torch.bfloat16), stored.bfloat16())
+        assert torch.equal(stored.to(torch.bfloat16), stored.bfloat16())
+        assert (stored * 1).to(torch.bfloat16).dtype == torch.float64
+    assert not coarse.left
+    with in_float64():
+        assert stored.to(torch.bfloat16).dtype == torch.float64
+
+
 def test_write_into_an_existing_tensor_keeps_its_dtype() -> None:
     cache = torch.zeros(4, 2, dtype=torch.bfloat16)
     sums, picks = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3)

@@ -274,6 +274,21 @@ def test_a_function_of_whole_numbers_is_measured_in_float64_unless_its_choices_t
     assert not graft(lambda: (generate(), gl.tap("h", torch.ones(2)))).exact
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float32, "")])
+def test_a_result_in_float32_is_measured_by_the_rounding_of_what_it_is_computed_in(
+    dtype: torch.dtype, name: str
+) -> None:
+    x = torch.linspace(0.5, 2, 64).to(dtype)
+
+    def scores() -> Any:
+        return gl.tap("output", ((x * 1.7).sin() + x / 3).float().log_softmax(-1))
+
+    found = graft(scores)
+    assert found.computed_in == name
+    (exact,) = found.exact
+    assert (1e-4 if name else 1e-9) < exact.rel_l2 < (1e-2 if name else 1e-6)
+
+
 def test_the_last_record_of_a_group_is_returned() -> None:
     found = graft(chain, keep=["layers.*.x"])
     assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)
