@@ -251,6 +251,14 @@ def test_a_rule_accepts_names_with_a_number_sign() -> None:
     assert rule.baseline_for("l.7.norm#2") == "h.7.norm#1"
 
 
+def test_rounding_does_not_decide_between_taps_with_the_same_values() -> None:
+    exact = values(4, 8, seed=1)
+    rounded = exact * (1 + 2.0**-23)
+    baseline = [tap("layers.0.norm", rounded, 0), tap("layers.0.again", exact, 1)]
+    (pair,) = match_taps(baseline, [tap("layers.0.norm", exact, 0)]).pairs
+    assert (pair.baseline, pair.sureness) == ("layers.0.norm", "near")
+
+
 def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
     baseline = [tap("head.logits", values(4, 8, seed=1), 0)]
     target = [tap("head.logits", values(4, 8, seed=2), 0)]
