@@ -148,6 +148,12 @@ def test_an_unreachable_rank_is_named_with_its_address(ranks: Callable[[int, int
     world.connectors[1].add([contact])
     world.connectors[1].work()
     assert world.connectors[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]
+    # It is no longer tried once it is gone.
+    channel, _ = world.connectors[1]._trying[0]
+    assert not channel.closed
+    world.connectors[1].remove(0)
+    assert channel.closed
+    assert world.connectors[1].missing() == ["baseline[0]"]
 
 
 def test_ranks_are_reported_in_their_order_however_they_were_linked(ranks: Callable[[int, int], Ranks]) -> None:

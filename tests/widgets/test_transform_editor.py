@@ -29,7 +29,7 @@ from graftlab.grafting.trial import PRINTED_LIMIT, Trial
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE, TransformSpec
 from graftlab.widgets.draft_box import DraftBox
-from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, Version, functions_in, likely_transforms
+from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, Version, functions_in, likely_transforms, spec_of
 from graftlab.widgets.kept_taps import filter_to_keep, join_filters, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
@@ -920,6 +920,13 @@ def test_a_version_has_the_plan_and_the_length_of_its_text(version: Version, lab
     assert label in version.label
     assert ("line" in version.label) == label.endswith("lines")
     assert version.label.startswith("not applied: ") == (version.plan is None)
+
+
+@pytest.mark.parametrize("name", ["halves", "math.", "math.sin(1)", "1.5"])
+def test_what_is_neither_a_function_nor_a_dotted_path_is_refused(name: str) -> None:
+    with pytest.raises(gl.TransformError, match=f"the notebook has no function {re.escape(repr(name))}; choose one"):
+        spec_of(Draft("name", name), {}, [])
+    assert spec_of(Draft("name", "math.sin"), {}, []) == TransformSpec("path", "math.sin")
 
 
 # ---- the plan can be changed from anywhere --------------------------------------------------------------------------
