@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,12 @@ def test_a_fault_is_shown_where_it_is(text: str, message: str, mark: str) -> Non
     assert caught.value.text == text
     if mark:
         assert (caught.value.position, str(caught.value).splitlines()[2]) == (len(mark) - 1, "    " + mark)
+
+
+def test_a_layout_that_is_no_text_is_refused() -> None:
+    text: Any = 3
+    with pytest.raises(LayoutError, match="a layout is written as text, not int"):
+        parse_layout(text)
 
 
 def test_a_fault_that_python_finds_is_shown_in_its_step() -> None:
