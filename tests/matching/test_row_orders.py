@@ -528,21 +528,15 @@ def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
     assert [tap.shape for tap in mine] == [tap.shape for tap in theirs] == [(2, 2, 7), (2, 6, 5)]
 
 
-def test_complex_taps_are_matched_by_rows_that_others_show() -> None:
-    def with_phases(program: Program) -> Program:
-        def made(show: Show) -> None:
-            def shown(name: str, value: Tensor) -> None:
-                if name.startswith("embed"):
-                    show("phase", torch.view_as_complex(value[..., :2].contiguous()))
-                show(name, value)
-
-            program(shown)
-
-        return made
-
-    programs = batched(IN_ORDER, 12), packed(SORTED)
-    plain = match_once(*map(recorded, programs))
-    found = match_once(*(recorded(with_phases(each)) for each in programs))
-    assert {pair for pair in found.pairs if pair.target != "phase"} >= set(plain.pairs)
-    [pair] = found.of_target("phase")
-    assert (pair.baseline, pair.sureness) == ("phase", "exact")
+def test_complex_taps_show_no_rows() -> None:
+    ids, index = torch.arange(64) * 3, np.roll(np.arange(64), 5)
+    phases = torch.polar(torch.ones(64), ids.float())
+    sides = [
+        [RecordedTap.of(name, value[torch.from_numpy(rows)]) for name, value in (("phases", phases), ("ids", ids))]
+        for rows in (np.arange(64), index)
+    ]
+    order = RowOrder(((), 0), ((), 0), (64,), (64,), index, ("ids", "ids"))
+    pair = Pair("phases", "phases", Layout((Gather.of_rows((64,), index.tolist(), (64,)),)))
+    [ruled], notice = with_row_rules([pair], [order], *sides, {"baseline": None, "target": None})
+    assert notice == "in every batch the rows are found again by ids and ids"
+    assert ruled.layout.text == "rows(of='ids', into='ids')"
