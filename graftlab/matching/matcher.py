@@ -68,10 +68,11 @@ def match_taps(
 ) -> Proposal:
     """Find which target tap is which baseline tap, in which layout, by the values of one run of both sides.
 
-    ``fetch_baseline`` and ``fetch_target`` fetch values that were recorded only as sketches; without them the sketches
-    are compared. ``before`` is the proposal of an earlier run: its pairs by rule whose values match now, after grafts
-    of earlier taps, are ``confirmed``. ``trusted`` are pairs that grafts have proved, whatever their values. With
-    ``guesses``, remaining taps may be paired by name alone; such pairs are never grafted.
+    ``baseline`` and ``target`` are in execution order. ``fetch_baseline`` and ``fetch_target`` fetch values that were
+    recorded only as sketches; without them the sketches are compared. ``before`` is the proposal of an earlier run: its
+    pairs by rule whose values match now, after grafts of earlier taps, are ``confirmed``. ``trusted`` are pairs that
+    grafts have proved, whatever their values. With ``guesses``, remaining taps may be paired by name alone; such pairs
+    are never grafted.
     """
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
@@ -89,8 +90,8 @@ class Matcher:
     ) -> None:
         """``limit`` is the largest distance of two matching tensors; by default their dtypes determine it."""
         self.limit = limit
-        self.baseline = {tap.name: tap for tap in sorted(baseline, key=lambda tap: tap.order)}
-        self.target = {tap.name: tap for tap in sorted(target, key=lambda tap: tap.order)}
+        self.baseline = {tap.name: tap for tap in baseline}
+        self.target = {tap.name: tap for tap in target}
         self.fetch = {"baseline": fetch_baseline, "target": fetch_target}
         self._sizes = {"baseline": _sizes_of(self.baseline), "target": _sizes_of(self.target)}
         self.pairs: list[Pair] = []

@@ -77,8 +77,8 @@ class RecordedTap:
 class SketchRecorder:
     """Records taps for a match: copies of up to ``budget`` bytes, and sketches of all others.
 
-    Its ``tap`` is like a grafter's, so :func:`graftlab.taps.calls.handled_by` can install it on a rank. ``kinds`` maps
-    names to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
+    Its ``tap`` is like a grafter's, so :func:`graftlab.taps.routing.handled_by` can install it on a rank. ``kinds``
+    maps names to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
     """
 
     def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:

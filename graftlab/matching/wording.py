@@ -72,17 +72,13 @@ def _in_words(found: Strides, whole: tuple[int, ...], shape: tuple[int, ...]) ->
     atoms = _atoms(found, whole)
     if atoms is None:
         return None
-    # The whole's dimensions as groups of atoms, outermost first.
+    # The whole's dimensions as groups of atoms, outermost first. No atom crosses a border between dimensions.
     groups: list[list[_Atom]] = []
     rest = sorted(atoms, key=lambda atom: -atom.stride)
     for extent in whole:
         group: list[_Atom] = []
         while math.prod(atom.size for atom in group) < extent:
-            if not rest:
-                return None
             group.append(rest.pop(0))
-        if math.prod(atom.size for atom in group) != extent:
-            return None
         groups.append(group)
     steps: list[Step] = []
     for dim, group in enumerate(groups):

@@ -146,7 +146,7 @@ def color_bar(figure: Figure, drawn: Any, ax: Axes, label: str) -> None:
         return
     low, high = drawn.norm.vmin, drawn.norm.vmax
     exponents = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
-    ticks = [10.0**e for e in exponents][:: -(-len(exponents) // 9) or 1]
+    ticks = [10.0**e for e in exponents]
     labels = [style.power(tick) for tick in ticks]
     if len(ticks) < 2:
         ticks = [float(tick) for tick in np.geomspace(low, high, 4)]

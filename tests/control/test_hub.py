@@ -112,6 +112,24 @@ def test_messages_of_many_ranks_arrive_completely_and_in_order(ranks: list[Talki
         assert [what.version for whose, what in told if whose == each.rank.label] == list(range(100))
 
 
+def test_all_ranks_that_are_added_while_the_hub_is_busy_are_read(ranks: list[TalkingRank]) -> None:
+    busy, may_continue = threading.Event(), threading.Event()
+
+    def hold(what: Any) -> bool:
+        busy.set()
+        return not may_continue.wait(DEADLINE)
+
+    sink = RecordingSink(hold)
+    with hearing(ranks[:1], sink) as hub:
+        ranks[0].line.send(Output("first"))
+        assert busy.wait(DEADLINE)
+        for each in ranks[1:]:
+            hub.add(each.rank)
+            each.line.send(Output("joined"))
+        may_continue.set()
+        assert {whose for whose, _ in sink.next(3)} == {each.rank.label for each in ranks}
+
+
 @pytest.mark.usefixtures("endless_rests")
 def test_rows_gather_until_the_wake_socket_is_written(ranks: list[TalkingRank]) -> None:
     sink = RecordingSink()

@@ -1024,8 +1024,9 @@ def test_a_heatmap_is_reduced_on_the_rank_and_a_single_bad_element_stays_visible
             session.difference_map("large", dims=(0, 5))
         with pytest.raises(gl.SessionError, match="two different dimensions"):
             session.difference_map("large", dims=(0, 1, 0))
-        with pytest.raises(gl.SessionError, match="dims=0: give one or two axes"):
-            session.difference_map("large", dims=0)  # type: ignore[arg-type]
+        for wrong in (0, (0.5,)):
+            with pytest.raises(gl.SessionError, match=f"dims={re.escape(str(wrong))}: give one or two axes"):
+                session.difference_map("large", dims=wrong)  # type: ignore[arg-type]
         # A message that a rank cannot read would end it.
         assert session.difference_map("large", dims=(1,)).worst == 7.0
         with pytest.raises(gl.SessionError, match="no pair of tensors is kept for 'other'"):

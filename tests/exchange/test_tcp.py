@@ -685,3 +685,14 @@ def test_a_socket_that_is_closed_closes_all_its_descriptors(monkeypatch: pytest.
     monkeypatch.setattr(os, "close", note)
     router.close()
     assert held <= set(closed)
+
+
+def test_a_forked_child_without_a_descriptor_lets_go_of_the_connection() -> None:
+    router = make_post(0)
+    # One that the child, as a data loader's worker, has closed already.
+    router._to_close.add(-1)
+    router._release_in_child()
+    assert router.over.is_set()
+    # This process is no child, and has it still.
+    router.over.clear()
+    router.close()

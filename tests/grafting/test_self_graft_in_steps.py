@@ -92,6 +92,16 @@ def test_later_self_graft_reuses_an_earlier_record_and_returns_kept_groups() -> 
     assert job.go(SelfGraftInSteps(("repeat",), budget=BUDGET, before=second), 1).found.not_repeated == []
 
 
+def test_a_graft_pass_resets_each_tap_to_its_record_and_a_drift_pass_does_not() -> None:
+    shown: list[float] = []
+
+    def growing(tap: Tap, step: int) -> None:
+        shown.append(float(tap("x", torch.tensor(1.0 + step))))
+
+    Job(growing).go(SelfGraftInSteps(("record", "graft", "drift"), budget=BUDGET), 3)
+    assert [round(each) for each in shown] == [1, 1, 3]
+
+
 def test_weights_and_optimizer_state_are_never_grafted() -> None:
     weight, state, value = torch.ones(4), torch.ones(4), torch.ones(4)
 

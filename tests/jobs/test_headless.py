@@ -8,16 +8,21 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from graftlab.base import wire
 from graftlab.config import GraftConfig
+from graftlab.errors import SessionError
 from graftlab.exchange.keys import new_token
-from graftlab.jobs import headless
+from graftlab.jobs import headless, session_server
 from graftlab.jobs.headless import start_headless_server
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
+from graftlab.ranks.options import LaunchOptions
 
 
 class Started:
@@ -85,3 +90,24 @@ def test_with_a_token_the_server_listens_for_other_machines_too(
     token = new_token()
     _, order, _ = started(tmp_path, token, address="tcp://localhost:29500")
     assert (order.endpoint, order.token) == (("localhost", 29500), token)
+
+
+def test_the_server_opens_a_session_with_the_jobs_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    process, order, _ = started(tmp_path, None, run_dir=str(tmp_path))
+    order = msgspec.structs.replace(order, listener=socket.socket(socket.AF_UNIX).detach())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(wire.encode(order))))
+    opened: list[Any] = []
+
+    def note(kind: Any, options: Any, plan: Any, folder: Any, rendezvous: Any, listener: Any, **more: Any) -> None:
+        listener.close()
+        opened.append((options, plan.compare, rendezvous.folder, more))
+        raise SessionError("noted")
+
+    monkeypatch.setattr(session_server, "open_session_server", note)
+    with pytest.raises(SessionError, match="noted"):
+        headless.main()
+    options = LaunchOptions(2, 3, timeout=7.0, buffer_budget=1 << 20, keep_budget=1 << 21)
+    more = {"append": True, "agreed": True, "listen_at": None}
+    assert opened == [(options, "layer == 1", tmp_path, more)]
+    assert process.written

@@ -291,8 +291,11 @@ def test_a_membership_that_ends_leaves_no_memory_open(tmp_path: Path) -> None:
 
 def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Path) -> None:
     rank = AttachedRankHandle(Place("target", 0, 1, 1), tmp_path)
-    assert rank.status().state == "starting"
+    assert (rank.status().state, rank.is_expected) == ("starting", True)
     rank.assign_process(1000, DeviceAssignment("cpu", "none"))
-    assert rank.status().state == "idle"
+    assert (rank.status().state, rank.is_expected) == ("idle", False)
+    # One that has left is missing, and not waited for as the first one is.
+    rank.alive = False
+    assert not rank.is_expected
     rank.renew()
     rank.close_rank_ends()

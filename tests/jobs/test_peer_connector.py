@@ -115,6 +115,17 @@ def test_memory_without_the_announced_nonce_is_used_by_neither_rank(
     assert [connector.kinds() for connector in world.connectors] == [((), (1, 2)), ((2,), (0,)), ((1,), (0,))]
 
 
+def test_a_process_that_expects_a_different_rank_shares_no_memory(
+    ranks: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = ranks(1, 1)
+    answers = world.connectors[0]
+    hand_over = answers._hand_over
+    monkeypatch.setattr(answers, "_hand_over", lambda to, contact: hand_over(to, other_memory(contact)))
+    world.link()
+    assert [connector.kinds() for connector in world.connectors] == [((), (1,)), ((), (0,))]
+
+
 def test_a_rank_whose_process_is_replaced_is_linked_again(ranks: Callable[[int, int], Ranks]) -> None:
     world = ranks(1, 1)
     world.link()
@@ -137,6 +148,12 @@ def test_an_unreachable_rank_is_named_with_its_address(ranks: Callable[[int, int
     world.connectors[1].add([contact])
     world.connectors[1].work()
     assert world.connectors[1].missing() == ["baseline[0] (at 127.0.0.1, port 1, which does not answer)"]
+    # It is no longer tried once it is gone.
+    channel, _ = world.connectors[1]._trying[0]
+    assert not channel.closed
+    world.connectors[1].remove(0)
+    assert channel.closed
+    assert world.connectors[1].missing() == ["baseline[0]"]
 
 
 def test_ranks_are_reported_in_their_order_however_they_were_linked(ranks: Callable[[int, int], Ranks]) -> None:

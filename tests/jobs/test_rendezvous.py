@@ -10,6 +10,7 @@ import stat
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit.deadline import DEADLINE
@@ -17,13 +18,14 @@ from kit.processes import descriptors
 
 import graftlab as gl
 from graftlab.base.world import Place
-from graftlab.config import GraftConfig
+from graftlab.config import Endpoint, GraftConfig
 from graftlab.exchange.keys import new_token
-from graftlab.jobs import refusals, rendezvous
+from graftlab.jobs import refusals, rendezvous, session_server
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.script_launcher import _Admission
 from graftlab.jobs.session_client import SessionClient
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.messages import AskWaitReason, WaitReason, pack, unpack_to_rank
@@ -45,6 +47,29 @@ def test_no_other_user_can_enter_the_rendezvous(tmp_path: Path) -> None:
     room.chmod(0o750)
     with pytest.raises(gl.ConfigError, match=r"mode 0700.*name another address"):
         Rendezvous(tmp_path / "run")
+
+
+def test_a_session_that_cannot_be_opened_leaves_no_listener_and_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(session_server, "describe_session", fails)
+    with Rendezvous(tmp_path / "run") as place:
+        before = descriptors()
+        with pytest.raises(gl.LaunchError, match="no space left") as failed:
+            open_session_server(
+                gl.Session,
+                LaunchOptions(1, 1),
+                GraftPlan(),
+                tmp_path,
+                place,
+                listen_at=(Endpoint("127.0.0.1", 0), None),
+            )
+        # A notebook keeps the exception, with all that its frames hold.
+        assert failed.value.__traceback__ is not None
+        assert descriptors() <= before
 
 
 def test_a_session_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,22 @@ def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path:
     admission._shared.release()
 
 
+def test_a_rank_that_waits_for_others_in_vain_ends_with_its_command(tmp_path: Path) -> None:
+    process = started(tmp_path, "exec sleep 1000")
+    admission = _Admission([process], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
+
+    def join(*_: Any) -> None:
+        if not admission._joined:
+            asked(admission, HoldRequest("target", 0, 1, os.getpid(), "cpu", "gloo"))
+
+    with Rendezvous(tmp_path) as place, place.locked():
+        listener = place.listen()
+        assert listener is not None
+        with listener, pytest.raises(gl.LaunchError, match=r"baseline\[0\].* had not called a model within 0 s"):
+            admission.wait(listener, 0.0, join)
+    assert process.has_ended
+
+
 def test_what_is_no_request_to_hold_a_call_is_answered_so(tmp_path: Path) -> None:
     admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
     assert asked(admission, StatusQuery(stacks=False)).error == "it is not a request to hold a call"

@@ -77,6 +77,22 @@ class Server:
         return "the session's token"
 
 
+@pytest.mark.parametrize("was_far", [False, True])
+def test_a_job_joins_again_where_it_joined_before(
+    was_far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = client(tmp_path, address=HERE, token=new_token())
+    made._joined_over_network = was_far
+    monkeypatch.setattr(
+        session_client, "Rendezvous", lambda folder: contextlib.nullcontext(Server(folder, "connection"))
+    )
+    monkeypatch.setattr(made, "_ask", lambda connection, state, segment: "here")
+    monkeypatch.setattr(made, "_ask_over_network", lambda endpoint, state: "far")
+    state: Any = None
+    found: Any = made.rejoin(state, None)
+    assert found == ("far" if was_far else "here")
+
+
 # ---- on one machine --------------------------------------------------------------------------------------------------
 
 

@@ -118,10 +118,11 @@ def test_attach_warns_about_a_script_that_reaches_no_tap(
 ) -> None:
     for name, value in (("argv", [*sys.argv]), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
-    monkeypatch.setattr(os, "environ", {**os.environ})
+    # The environment's settings win.
+    monkeypatch.setattr(os, "environ", {**os.environ, "GRAFTLAB_TIMEOUT": "7"})
     script = tmp_path / "script.py"
-    script.write_text(code)
-    settings = ("role=target", "baseline_world_size=1", "target_world_size=1", f"run_dir={tmp_path}")
+    script.write_text(f"import os\nassert os.environ['GRAFTLAB_TIMEOUT'] == '7'\n{code}")
+    settings = ("role=target", "baseline_world_size=1", "target_world_size=1", f"run_dir={tmp_path}", "timeout=9")
     ends = pytest.raises(SystemExit) if code else contextlib.nullcontext()
     with pytest.warns(gl.GraftWarning, match=r"script.py ended before it reached a tap .* GRAFTLAB_WATCH=True"), ends:
         assert main(["attach", *(f"--set={each}" for each in settings), str(script)]) == 0

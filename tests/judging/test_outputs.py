@@ -79,3 +79,11 @@ def test_effects_are_measured_at_each_direct_part_of_a_result() -> None:
     assert found.end == (0, 2)
     assert found.is_beside("output[2][0]")
     assert not found.is_beside("output[1]")
+
+
+def test_effects_on_gradients_are_measured_at_one_part_alone() -> None:
+    values = rows("head", "output.scores", "output.boxes")
+    gradients = values.assign(tags=[{"name": name, "kind": "grad"} for name in values["name"]], order=[3, 4, 5])
+    value, gradient = find_outputs(pd.concat([values, gradients]), None, [".scores", ".boxes"])
+    assert [each.name for each in value.all] == ["output.scores", "output.boxes"]
+    assert [each.name for each in gradient.all] == ["output.scores"]

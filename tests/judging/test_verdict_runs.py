@@ -285,6 +285,17 @@ def test_scripts_that_do_not_start_again_end_the_verdict(calls: Calls) -> None:
     assert calls.made == []
 
 
+def test_each_run_of_scripts_starts_them_and_has_the_verdicts_filters(calls: Calls) -> None:
+    starts: list[None] = []
+    runs = started(calls, lambda: starts.append(None))
+    wanted = RunFilters(b2t="x", compare="True")
+    for count in (1, 2):
+        calls.answer()
+        runs.both("again", wanted)
+        assert len(starts) == count
+        assert calls.made[-1][1] == runs.changes(wanted)
+
+
 def test_a_started_baseline_is_moved_at_each_tap_alone_and_then_at_all_in_turn(calls: Calls) -> None:
     starts: list[None] = []
     runs = started(calls, lambda: starts.append(None))

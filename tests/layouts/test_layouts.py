@@ -34,6 +34,7 @@ from graftlab.layouts import (
     join_parts,
     parse_layout,
     relayout,
+    steps,
 )
 from graftlab.layouts.row_alignment import FoundRows
 
@@ -295,6 +296,10 @@ def test_partial_sums_are_added_and_a_graft_notes_where_the_value_goes() -> None
     grafted = [relayout([(Layout(), [half * 2])], partial, rank) for rank in range(2)]
     assert [each.value.tolist() for each in grafted] == [[1.0] * 3, [0.0] * 3]
     assert "whole value of a partial sum over 'tp' on the first rank and zeros" in grafted[0].caveats[0]
+    # Booleans have no sum: each rank has the whole.
+    mask = torch.tensor([True, False])
+    assert partial.join([mask, mask]).whole.tolist() == [True, False]
+    assert [relayout([(Layout(), [mask])], partial, rank).value.tolist() for rank in range(2)] == [[True, False]] * 2
     # The zero of the others changes no bit, not even of a negative zero.
     minus = relayout([(Layout(), [torch.tensor([-0.0])])], partial, 0).value
     assert same_bits(partial.join([minus, relayout([(Layout(), [minus])], partial, 1).value]).whole, minus)
@@ -372,6 +377,14 @@ def test_padding_is_filled_and_left_out_again() -> None:
     with pytest.raises(LayoutError, match=r"dimension 0 of \[4\] is not of size 5"):
         layout.join([torch.zeros(4)])
     assert parse_layout("pad(dim=0, size=3, to=3)").caveats == ()
+
+
+def test_only_a_tensor_far_larger_than_the_one_that_it_is_made_from_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LayoutError, match=r"makes a tensor of \[1099511627776\] from one of \[1\], which is too large"):
+        Layout((Pad(0, 1, 1 << 40),)).local(torch.ones(1))
+    # However large both are.
+    monkeypatch.setattr(steps, "_MOST_ELEMENTS", 4)
+    assert Layout((Pad(0, 5, 8),)).local(torch.ones(5)).tolist() == [1.0] * 5 + [0.0] * 3
 
 
 def test_lengths_that_are_not_the_tensors_are_refused() -> None:

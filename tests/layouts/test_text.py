@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,12 @@ def test_a_fault_is_shown_where_it_is(text: str, message: str, mark: str) -> Non
         assert (caught.value.position, str(caught.value).splitlines()[2]) == (len(mark) - 1, "    " + mark)
 
 
+def test_a_layout_that_is_no_text_is_refused() -> None:
+    text: Any = 3
+    with pytest.raises(LayoutError, match="a layout is written as text, not int"):
+        parse_layout(text)
+
+
 def test_a_fault_that_python_finds_is_shown_in_its_step() -> None:
     # The words and the position are Python's, and differ between its versions.
     with pytest.raises(LayoutError) as caught:
@@ -210,8 +217,12 @@ def test_error_in_the_notation_has_its_position(text: str, message: str, mark: s
 def test_two_annotations_of_one_tensor_bring_it_from_one_side_to_the_other() -> None:
     whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float32).reshape(2, 8, 4, 3)
     baseline, target = layouts_of_pair(
-        "b s[cp:zigzag] num_heads[tp] head_dim", "s 1 b (num_heads*head_dim)[tp] # cp:replicated", {"head_dim": 3}
+        "b s[cp:zigzag] num_heads[tp] head_dim",
+        "s 1 b (num_heads*head_dim)[tp] # cp:replicated",
+        {"head_dim": 3, "s": 8},
     )
+    # The layout holds for sequences of any length.
+    assert target.text.startswith("rearrange('b s num_heads head_dim -> s 1 b (num_heads head_dim)', head_dim=3) |")
     baseline, target = baseline.on({"cp": 2, "tp": 2}), target.on({"tp": 4})
     held = baseline.split(whole)
     expected = whole.permute(1, 0, 2, 3).reshape(8, 1, 2, 12)

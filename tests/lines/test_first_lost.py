@@ -71,6 +71,20 @@ def test_a_wrong_scale_is_lost_at_the_fused_call_and_at_the_eager_product() -> N
     assert sources(found.baseline)[0].startswith('scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1')
 
 
+def test_values_that_are_read_many_times_do_not_delay_the_search() -> None:
+    def doubled(factor: float) -> Callable[[Tensor], Tensor]:
+        def computes(x: Tensor) -> Tensor:
+            # 2 ** 40 paths lead to the result.
+            for _ in range(40):
+                x = x * x.roll(1).cos()
+            return x * factor + 1
+
+        return computes
+
+    found = compared(doubled(1.0), doubled(1.5), torch.linspace(0.5, 2.0, 24))
+    assert sources(found.target)[0] == "return x * factor + 1"
+
+
 def test_a_right_fused_attention_has_only_its_own_result_which_the_eager_one_has_too() -> None:
     theirs, ours = trace(fused(None), Q, K, V), trace(eager, Q, K, V)
     found = first_lost([ours], [theirs], 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher, rounds
-from graftlab.matching.contradictions import other_roles
+from graftlab.matching.contradictions import first_taps, other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import _differing_rows, _other_layers
 from graftlab.matching.pair import Pair
@@ -249,6 +249,24 @@ def test_a_rule_accepts_names_with_a_number_sign() -> None:
     (rule,) = rules_of(pairs)
     assert rule.seen == 3
     assert rule.baseline_for("l.7.norm#2") == "h.7.norm#1"
+
+
+def test_rounding_does_not_decide_between_taps_with_the_same_values() -> None:
+    exact = values(4, 8, seed=1)
+    rounded = exact * (1 + 2.0**-23)
+    baseline = [tap("layers.0.norm", rounded, 0), tap("layers.0.again", exact, 1)]
+    (pair,) = match_taps(baseline, [tap("layers.0.norm", exact, 0)]).pairs
+    assert (pair.baseline, pair.sureness) == ("layers.0.norm", "near")
+
+
+def test_equal_outliers_do_not_make_a_pair_of_values_in_another_order() -> None:
+    outliers, others = torch.linspace(1.0, 2.0, 64), torch.linspace(-0.9, 0.9, 936)
+    shuffled = [
+        torch.cat([outliers, others[torch.randperm(936, generator=torch.Generator().manual_seed(seed))]])
+        for seed in (1, 2)
+    ]
+    taps = [[tap("h", each.reshape(10, 100), 0)] for each in shuffled]
+    assert match_taps(*taps, guesses=False).pairs == ()
 
 
 def test_a_guess_is_marked_as_one_and_never_graftable() -> None:
@@ -730,6 +748,8 @@ def test_contradictions_come_in_the_order_of_the_pairs() -> None:
     found = other_roles([*swapped, Pair("1.up_proj", "h.1.gate_proj"), Pair("2.q_proj", "h.2.k_proj")])
     assert [each.tap for each in found] == ["h.0.v_proj", "h.0.k_proj", "h.1.gate_proj", "h.2.k_proj"]
     assert found[0].text == found[1].text
+    # What follows is reported after the first of both.
+    assert [*first_taps(found).values()] == ["h.0.v_proj", "h.1.gate_proj", "h.2.k_proj"]
     assert found[0].text.startswith("h.0.v_proj is v by its name but has the values of 0.k_proj, which is k, and h.0.k")
 
 

@@ -1,13 +1,15 @@
-"""Recorded taps: how far apart their values are."""
+"""Recorded taps: how far apart their values are, and what they hold of them."""
 
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import pytest
+import torch
 
-from graftlab.matching.recorded_taps import relative_l2
+from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,14 @@ def test_a_distance_is_of_finite_pairs_and_infinite_where_only_one_number_is(
     expected: list[float], found: list[float], distance: float, dtype: type[np.generic]
 ) -> None:
     assert relative_l2(np.array(expected, dtype), np.array(found, dtype)) == pytest.approx(distance)
+
+
+def test_a_tap_that_forgets_holds_nothing_beside_its_values() -> None:
+    # In float32, so that its elements and its numbers in float64 are copies.
+    tap = RecordedTap.of("h", torch.arange(100.0, dtype=torch.bfloat16))
+    assert tap.elements is not None
+    assert tap.flat is not None
+    held = [weakref.ref(each) for each in (tap.elements, tap.flat, tap.lookup)]
+    tap.forget()
+    assert [each() for each in held] == [None] * 3
+    assert tap.value is not None

@@ -21,7 +21,7 @@ from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
 from graftlab.matching.row_orders import RowOrder, row_orders
-from graftlab.matching.row_rules import _ways
+from graftlab.matching.row_rules import _ways, with_row_rules
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
@@ -500,6 +500,13 @@ def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
     assert [*_ways((first, last), found)] == [((), False, ())]
 
 
+def test_a_pair_whose_rows_no_rule_gives_is_counted_once() -> None:
+    steps = Gather((4,), ((3, 1), (0, 3)), (4,)), Scale(2.0), Gather((4,), ((1, 3), (0, 1)), (4,))
+    pairs = [Pair("a", "a", Layout(steps)), Pair("b", "b", Layout(steps[:1])), Pair("c", "c")]
+    kept, notice = with_row_rules(pairs, [], [], [], {"baseline": None, "target": None})
+    assert (kept, notice) == (pairs, "2 of 3 pairs hold only for batches of these lengths")
+
+
 def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
     order, ids = RowOrder(((), 0), ((), 0), (2, 9), (2, 9), np.arange(18), ("ids", "ids")), torch.arange(18)
     taps = AlignedTaps([order], {"baseline": None, "target": None})
@@ -519,3 +526,17 @@ def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
     )
     mine, theirs = AlignedTaps([order], {"baseline": None, "target": None}).of(*sides)
     assert [tap.shape for tap in mine] == [tap.shape for tap in theirs] == [(2, 2, 7), (2, 6, 5)]
+
+
+def test_complex_taps_show_no_rows() -> None:
+    ids, index = torch.arange(64) * 3, np.roll(np.arange(64), 5)
+    phases = torch.polar(torch.ones(64), ids.float())
+    sides = [
+        [RecordedTap.of(name, value[torch.from_numpy(rows)]) for name, value in (("phases", phases), ("ids", ids))]
+        for rows in (np.arange(64), index)
+    ]
+    order = RowOrder(((), 0), ((), 0), (64,), (64,), index, ("ids", "ids"))
+    pair = Pair("phases", "phases", Layout((Gather.of_rows((64,), index.tolist(), (64,)),)))
+    [ruled], notice = with_row_rules([pair], [order], *sides, {"baseline": None, "target": None})
+    assert notice == "in every batch the rows are found again by ids and ids"
+    assert ruled.layout.text == "rows(of='ids', into='ids')"

@@ -16,7 +16,7 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
 from graftlab.matching.sketch import EXTREMES, flat_values, sketch_of
-from graftlab.matching.strides import Lookup, _splits, fit, sampled, slices
+from graftlab.matching.strides import Lookup, _splits, fit, permutations, sampled, slices
 from graftlab.matching.wording import layout_of
 
 
@@ -110,6 +110,15 @@ def test_the_parts_tried_under_noise_include_the_usual_ones(shape: tuple[int, ..
     assert all(each.fits(whole.numel()) for each in slices(shape, part.shape))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_arrangements_tried_under_noise_split_a_dimension_in_either_order(size: int) -> None:
+    whole = random(6, 5)
+    made = parse_layout(f"(a b) c -> b (a c), b={size}").local(whole)
+    assert any(
+        np.array_equal(each.taken(flat_values(whole)), flat_values(made)) for each in permutations((6, 5), made.shape)
+    )
+
+
 def test_a_tensor_as_large_as_the_whole_is_not_a_part() -> None:
     assert list(slices((2, 6), (2, 6))) == []
 
@@ -143,6 +152,8 @@ def test_a_sketch_counts_numbers_that_are_not_finite() -> None:
     sketch = sketch_of(values)
     assert (sketch.nonfinite, sketch.numel) == (3, 100)
     assert sketch.rms == pytest.approx(float(values[values.isfinite()].square().mean().sqrt()))
+    # They cannot be compared.
+    assert sketch.extremes.tolist() == [each for each in range(99, -1, -1) if each not in (3, 4, 50)][:EXTREMES]
     assert sketch_of(torch.full((4,), math.nan)).nonfinite == 4
 
 

@@ -305,6 +305,12 @@ def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) ->
     assert "with its rows or columns in a different order" in match.notices[0]
 
 
+def test_a_weight_with_a_name_of_no_known_kind_is_not_a_mistake() -> None:
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    match = gl.match_weights({"fc.weight": weight}, {"fc.kernel": weight})
+    assert (match.problems, len(match.pairs)) == ((), 1)
+
+
 def test_two_weights_of_one_layer_are_not_layers_in_a_different_order() -> None:
     # mlp.0 and mlp.2 are in one block, as f1 and f2 are: 0 and 2 are places in a Sequential.
     baseline = {f"b{n}.mlp.{place}.bias": torch.randn(16) for n in range(2) for place in (0, 2)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -124,9 +125,18 @@ def test_a_function_is_written_with_what_it_reads(transform: Any, expected: floa
     assert made.item() == pytest.approx(expected)
 
 
-def test_a_function_that_reads_a_tensor_of_its_notebook_is_refused() -> None:
-    with pytest.raises(TransformError, match=r"looked_up cannot be written as code: it reads 'TABLE', a Tensor"):
-        GraftPlan(transform=("True", looked_up)).to_code()
+@pytest.mark.parametrize(
+    ("transform", "reason"),
+    [
+        (looked_up, "looked_up cannot be written as code: it reads 'TABLE', a Tensor"),
+        # A float by its class, whose text is a call.
+        (of_closure(np.float64(2.0)), "it reads 'factor', a float64"),
+    ],
+    ids=["tensor", "float64"],
+)
+def test_a_function_that_reads_more_than_plain_values_of_its_notebook_is_refused(transform: Any, reason: str) -> None:
+    with pytest.raises(TransformError, match=reason):
+        GraftPlan(transform=("True", transform)).to_code()
 
 
 def test_a_change_names_each_part_with_both_values() -> None:

@@ -219,3 +219,14 @@ def test_a_dropped_call_is_ended_once() -> None:
     model(X)
     drop_call()
     assert model.calls.item() == 1, "the state from before the call was restored again"
+
+
+def test_a_rank_that_holds_nothing_refuses_to_repeat_it() -> None:
+    held(lambda: torch.nn.Identity())
+    assert held_call.repeat_call()
+    drop_call()
+    for ask in (held_call.describe_call, held_call.repeat_call, held_call.try_backward):
+        with pytest.raises(SessionError, match="this rank holds no call"):
+            ask()
+    with pytest.raises(SessionError, match="this rank holds no update"):
+        held_call.show_inputs()

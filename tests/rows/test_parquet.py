@@ -439,6 +439,11 @@ def changed_table(folder: Path, table: pa.Table, version: str = "1") -> None:
     rewritten(folder, sink.getvalue().to_pybytes(), len(table))
 
 
+def not_utf8(count: int) -> pa.Array:
+    """Texts whose bytes are none."""
+    return pa.Array.from_buffers(pa.string(), count, pa.array([b"\xff"] * count).buffers())
+
+
 def test_missing_columns_get_defaults_and_unknown_ones_are_ignored(folder_of_a_file: Path) -> None:
     [file] = parquet.row_files(folder_of_a_file)
     table = parquet.read(file)
@@ -460,6 +465,7 @@ def test_missing_columns_get_defaults_and_unknown_ones_are_ignored(folder_of_a_f
         (lambda table: table.set_column(4, "tags", pa.array(["[1]"] * 25)), "that are not graftlab's"),
         (lambda table: table.set_column(4, "tags", pa.array(['{"step":1}'] * 25)), "that are not graftlab's"),
         (lambda table: table.set_column(4, "tags", pa.array(["{"] * 25)), "that are not graftlab's"),
+        (lambda table: table.set_column(3, "name", not_utf8(25)), "cannot be read as Parquet .*UTF8"),
     ],
 )
 def test_invalid_columns_are_named(folder_of_a_file: Path, change: Any, message: str) -> None:

@@ -722,7 +722,9 @@ def test_an_interrupted_reader_skips_and_duplicates_no_row(tmp_path: Path, monke
     store.close()
 
 
-def test_a_full_disk_does_not_damage_rows_written_before_or_after(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_damage_rows_written_before_or_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class FullDisk:
         closed = False
 
@@ -750,6 +752,8 @@ def test_a_full_disk_does_not_damage_rows_written_before_or_after(tmp_path: Path
     assert [made.order for made in store.rows(2)] == [3]
     assert gl.load_run(tmp_path)["order"].tolist() == [1]
     assert store.unwritten() == store.unwritten(1)
+    # Once, not with each row.
+    assert [record.levelname for record in caplog.records if "cannot be written" in record.getMessage()] == ["ERROR"]
     assert re.match(
         r"rows 1 to 2 are not on disk, because .*rows.jsonl cannot be written: no space left", store.unwritten() or ""
     )

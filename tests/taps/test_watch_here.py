@@ -68,6 +68,20 @@ def test_a_graft_in_the_callers_dict_is_taken_back_even_after_an_exception(
             assert batch["ids"] is X
 
 
+@pytest.mark.parametrize(("cache", "at"), [({"seen": X}, "seen"), ([X], 0)], ids=["dict", "list"])
+def test_what_a_call_puts_in_place_of_a_graft_stays_for_later_calls(cache: Any, at: Any, recorder: Recorder) -> None:
+    class Remembering(nn.Module):
+        def forward(self, cache: Any) -> torch.Tensor:
+            cache[at] = cache[at] + 1
+            result: torch.Tensor = cache[at]
+            return result
+
+    recorder.grafts["input.cache.seen input" if at else "input.cache[0] input"] = doubled
+    with gl.watch(model := Remembering(), inputs=True, include="False"):
+        model(cache)
+    assert torch.equal(cache[at], 2 * X + 1)
+
+
 def test_a_graft_of_a_modules_output_or_gradient_replaces_it_for_what_follows(recorder: Recorder) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity())

@@ -91,6 +91,16 @@ def test_groups_beyond_the_bound_are_swapped_together_and_reported() -> None:
     assert moving.labels["last"] == "culprit"
 
 
+def test_groups_beyond_the_bound_are_blamed_if_they_move_the_output_with_minor_ones() -> None:
+    minor = [f"g{i}" for i in range(20)]
+    # Neither those that were swapped alone nor the others move it; all of them do.
+    strength = {"big": 1e4} | dict.fromkeys(minor, 0.4)
+    found = find_causes(list(strength), additive(**strength), T, by_size=["big"])
+    assert found.untested
+    assert found.labels == dict.fromkeys(strength, "culprit")
+    assert found.together == set(minor)
+
+
 @pytest.mark.parametrize(("restored", "moves"), [(0.0, True), (0.9, False)])
 def test_a_large_floor_of_low_precision_excuses_only_the_remaining_error(restored: float, moves: bool) -> None:
     # Rounding adds up to 10 %, and the group moves the output by 20 %.

@@ -184,6 +184,8 @@ def test_a_kept_pair_opens_and_others_can_be_kept(session: gl.Session, board: Bo
     began = session.run(own, own).first_step
     board.settle()
     assert board.message == f"{says} since step {began}."
+    session.run(own, own)
+    board.settle()
     board.act("open", f"{name} layer=1")
     board.settle()
     assert board.markup("pair").count("data:image/png;base64,") == 4, "two figures, each for light and for dark pages"

@@ -46,7 +46,8 @@ def test_a_new_rule_is_previewed_with_the_names_it_rewrites_and_pairs(session: g
     )
     assert "and 2 more" in screen.shown("rule-preview")
     assert session.plan.rename == ()
-    write(screen, "baseline", "^model")
+    # Only the side changes.
+    write(screen, "baseline", r"^model\.")
     assert screen.shown("rule-preview").startswith("0 names seen match; 0 of the new names")
     write(screen, "target", "(")
     assert "unterminated" in screen.shown("rule-preview")

@@ -29,7 +29,7 @@ from graftlab.grafting.trial import PRINTED_LIMIT, Trial
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE, TransformSpec
 from graftlab.widgets.draft_box import DraftBox
-from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, functions_in, likely_transforms
+from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, Version, functions_in, likely_transforms, spec_of
 from graftlab.widgets.kept_taps import filter_to_keep, join_filters, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
@@ -816,6 +816,8 @@ def test_functions_that_look_like_transforms_are_proposed() -> None:
 @pytest.mark.ranks
 def test_a_function_of_the_notebook_is_tried_and_applied(session: gl.Session, show: Show) -> None:
     names = run_cell(CELL)
+    for transform in (DOUBLES, None):
+        session.edit(transform=transform)
     screen = show(session, names=names)
     assert screen.find("name").options[:2] == ("by_annotation", "by_name")
     screen.name("by_annotation")
@@ -836,6 +838,8 @@ def test_a_function_of_the_notebook_is_tried_and_applied(session: gl.Session, sh
     names["brand_new"] = run_cell("def brand_new(graft_input): ...")["brand_new"]
     screen.settle()
     assert "brand_new" in screen.find("name").options
+    # Texts that were in force have no name to choose.
+    assert not [name for name in screen.find("name").options if "\n" in name]
     assert "return 4 * g.received_list[0]" in screen.source
     screen.click("apply")
     screen.settle()
@@ -903,15 +907,40 @@ def test_restoring_the_default_needs_no_try(session: gl.Session, show: Show) -> 
     assert screen.text == RAISES
 
 
+@pytest.mark.parametrize(
+    ("version", "label"),
+    [
+        (Version(3, TransformSpec("path", "math.sin")), "plan 3: math.sin"),
+        (Version(3, TransformSpec("path", "math.sin", where="layer == 1")), "plan 3: math.sin, where layer == 1"),
+        (Version(None, TransformSpec("source", DOUBLES)), ", 2 lines"),
+        (Version(0, None), "plan 0: "),
+    ],
+)
+def test_a_version_has_the_plan_and_the_length_of_its_text(version: Version, label: str) -> None:
+    assert label in version.label
+    assert ("line" in version.label) == label.endswith("lines")
+    assert version.label.startswith("not applied: ") == (version.plan is None)
+
+
+@pytest.mark.parametrize("name", ["halves", "math.", "math.sin(1)", "1.5"])
+def test_what_is_neither_a_function_nor_a_dotted_path_is_refused(name: str) -> None:
+    with pytest.raises(gl.TransformError, match=f"the notebook has no function {re.escape(repr(name))}; choose one"):
+        spec_of(Draft("name", name), {}, [])
+    assert spec_of(Draft("name", "math.sin"), {}, []) == TransformSpec("path", "math.sin")
+
+
 # ---- the plan can be changed from anywhere --------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 def test_what_is_set_elsewhere_shows_at_the_next_tick(session: gl.Session, show: Show, importable: str) -> None:
+    session.edit(transform=RAISES)
     screen = show(session)
+    assert "✗ failed" in screen.tries(RAISES)
+    assert screen.page.error.startswith("line 3")
     session.edit(transform=DOUBLES)
     screen.settle()
-    assert screen.text == DOUBLES
+    assert (screen.text, screen.page.error) == (DOUBLES, "")
     assert "Changed elsewhere, and shown here" in screen.message
     assert f"since plan {session.plan.version}" in screen.in_force
     session.edit(transform=importable)
