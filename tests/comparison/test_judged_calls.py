@@ -498,7 +498,7 @@ def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_n
 
 
 @pytest.mark.parametrize("own", [("bfloat16", 2e-3), None])
-def test_a_target_that_computes_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any) -> None:
+def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any) -> None:
     session = Mock(frame=NO_ROWS)
     recording = Mock(frame=pd.DataFrame({"name": ["a", "head"], "shape": [(2,)] * 2}), sketched=[])
     far, near = Verdict(found("a", "head", label="culprit", added=2e-3), 3), Verdict(found("a", "head"), 3)
