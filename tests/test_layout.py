@@ -228,7 +228,7 @@ OF_ANY_ERROR = {
     "jobs": 7,
     "judging": 1,
     "lines": 2,
-    "ranks": 18,
+    "ranks": 19,
     "recordings": 3,
     "remote": 4,
     "requests": 14,

@@ -42,6 +42,7 @@ from graftlab.ranks.held_call import (
     drop_backward,
     left_in_16_bits,
     narrow_call,
+    own_rounding,
     repeat_call,
     try_backward,
     widen_call,
@@ -62,6 +63,10 @@ Answer = Literal["agree", "differ", "inconclusive"]
 
 # If a smaller share of taps (of the side with fewer) has a partner of the same name, taps are matched by value.
 _ENOUGH = 0.8
+_NO_OUTPUT = (
+    "No recorded value is known to be the model's output, so the taps that agree do not clear the target: name the tap "
+    "that is (output=, or --output)."
+)
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
 _NARROW = ("bfloat16", "float16")
@@ -450,9 +455,29 @@ def judge_against_recording(
     if choice.match or (choice.match is None and not _enough_in_common(set(baseline.frame["name"]), {*target[0].taps})):
         proposal = session.match(baseline, repeat_call)
         session.edit(pairs=proposal)
-    verdict = session.verdict(target=repeat_call, output=choice.output, floor=choice.floor, threshold=choice.threshold)
+
+    def judged(floor: float | Literal["auto"]) -> Verdict:
+        return session.verdict(target=repeat_call, output=choice.output, floor=floor, threshold=choice.threshold)
+
+    verdict = judged(choice.floor)
+    hidden = ""
+    if choice.floor == "auto" and verdict.named and not verdict.frame["dtype"].isin(_NARROW).any():
+        # The floor that is assumed for float32 does not suit results that are computed in 16 bits.
+        (own,) = session.run(target=own_rounding).target[:1]
+        if own is not None:
+            hidden = (
+                f"The target computes in {own[0]}, {own[1]:.2g} from the same call in float64, which is therefore the "
+                f"floor. A mistake below {choice.threshold:g} times that is not seen."
+            )
+            remarks.append(hidden)
+            verdict = judged(max(own[1], DEFAULT_NOISE_FLOOR))
     # A named output was compared, or there would be no verdict.
-    answer = answer_of(verdict.findings, not remarks, choice.output is not None)
+    trusted = not {*remarks} - {hidden}
+    answer = answer_of(verdict.findings, trusted, choice.output is not None)
+    if answer == "agree" and hidden:
+        answer = "inconclusive"
+    if answer == "inconclusive" and answer_of(verdict.findings, trusted, True) == "agree":
+        remarks.append(_NO_OUTPUT)
     if answer == "agree" and (single := sentence_on_single_taps(verdict.frame)):
         # A recording cannot run in float32, and its assumed floor is far above one rounding.
         answer = "inconclusive"

@@ -17,7 +17,15 @@ from typing import Any, Literal
 import torch
 
 from graftlab.base.quantisation import weight_tap
-from graftlab.diffs.results import NamedTensors, is_written, named_tensors, value_in_words, written_path
+from graftlab.diffs.results import (
+    NamedTensors,
+    compare_named,
+    is_written,
+    named_tensors,
+    value_in_words,
+    written_path,
+)
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
@@ -372,6 +380,21 @@ class HeldCall:
         """The dtypes of 16 bits to which the call still rounded, after :meth:`widen_operators`."""
         return sorted(self._in_float64 or ())
 
+    def own_rounding(self) -> tuple[str, float] | None:
+        """The coarsest dtype of 16 bits in which the call computes, and the largest rel_l2 of its results from the same
+        call in float64. None if it does not compute in 16 bits, or does not run in float64.
+        """
+        if self._has_backward:
+            return None
+        with handled_by(TapLister()), contextlib.suppress(Exception):
+            plain = _copied(self())
+            with in_float64(rounds_stored=True) as coarse:
+                wide = self()
+            apart = [each.rel_l2 for each in compare_named(plain, wide).differences]
+            computed_in = max(coarse.read, key=roundoff, default="")
+            return (computed_in, max(apart, default=0.0)) if computed_in else None
+        return None
+
     def _called(self) -> Any:
         if self._in_float64 is None:
             return self._call()
@@ -611,6 +634,11 @@ def widen_operators() -> str | None:
 def left_in_16_bits() -> list[str]:
     """The dtypes to which the held call still rounded; see :attr:`HeldCall.left_in_16_bits`."""
     return held_call().left_in_16_bits
+
+
+def own_rounding() -> tuple[str, float] | None:
+    """How far rounding moves the held call's results; see :meth:`HeldCall.own_rounding`."""
+    return held_call().own_rounding()
 
 
 def narrow_call() -> None:

@@ -204,6 +204,18 @@ def test_checkpointed_modules_that_the_backward_pass_calls_again_are_not_seen() 
     assert block[0].weight.grad is not None
 
 
+def test_a_call_shows_how_far_its_own_rounding_to_16_bits_moves_its_result() -> None:
+    x = torch.linspace(0.1, 3, 64)
+
+    def held(dtype: torch.dtype) -> HeldCall:
+        return HeldCall(lambda: (x.to(dtype) * 1.7).sin().float(), {}, {}, WatchChoice())
+
+    dtype, apart = held(torch.bfloat16).own_rounding() or ("", 0.0)
+    assert dtype == "bfloat16"
+    assert 1e-3 < apart < 1e-2
+    assert held(torch.float32).own_rounding() is None
+
+
 def test_inputs_are_one_argument_several_or_named() -> None:
     x = torch.ones(1)
     assert arguments_of(x) == ((x,), {})

@@ -27,6 +27,7 @@ from graftlab.ranks.held_call import (
     call_numbers,
     left_in_16_bits,
     narrow_call,
+    own_rounding,
     repeat_call,
     widen_operators,
 )
@@ -491,7 +492,23 @@ def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_n
     recording = Mock(frame=pd.DataFrame({"name": ["a", "head"], "shape": [(2,)] * 2}), sketched=[])
     session.verdict.return_value = Verdict(found("a", "head"), 1)
     choice = JudgingChoice(output=output)
-    assert judge_against_recording(session, recording, [held(taps=("a", "head"))], choice).answer == answer
+    comparison = judge_against_recording(session, recording, [held(taps=("a", "head"))], choice)
+    assert comparison.answer == answer
+    assert any(each.startswith("No recorded value is known to be") for each in comparison.remarks) == (output is None)
+
+
+@pytest.mark.parametrize("own", [("bfloat16", 2e-3), None])
+def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any) -> None:
+    session = Mock(frame=NO_ROWS)
+    recording = Mock(frame=pd.DataFrame({"name": ["a", "head"], "shape": [(2,)] * 2}), sketched=[])
+    far, near = Verdict(found("a", "head", label="culprit", added=2e-3), 3), Verdict(found("a", "head"), 3)
+    session.verdict.side_effect = [far, near]
+    session.run.return_value = SimpleNamespace(target=[own])
+    comparison = judge_against_recording(session, recording, [held(taps=("a", "head"))], JudgingChoice(output="head"))
+    assert session.run.call_args.kwargs == {"target": own_rounding}
+    assert comparison.answer == ("inconclusive" if own else "differ")
+    assert [each.kwargs["floor"] for each in session.verdict.mock_calls] == ["auto", *([2e-3] if own else [])]
+    assert any("computes in bfloat16, 0.002 from" in each for each in comparison.remarks) == bool(own)
 
 
 def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
