@@ -239,6 +239,23 @@ def test_a_rule_follows_the_right_number_of_several() -> None:
     assert rule.seen == 6
 
 
+def test_a_second_result_is_no_further_layer_of_the_first() -> None:
+    """A block returns its output and the sum of those before, which only one side has."""
+    pairs = [Pair(f"h.{n}.mlp", f"layers.{n}[0]") for n in range(3)]
+    (rule,) = rules_of(pairs)
+    assert rule.covers("layers.7[0]")
+    assert not rule.covers("layers.7[1]")
+    mlp, outputs = (
+        [tap(f"{name}.{n}{part}", values(6, 8, seed=n), 4 * n + at) for n in range(3)]
+        for name, part, at in (("h", ".mlp", 0), ("layers", "[0]", 1))
+    )
+    inner = [tap(f"layers.{n}.mlp", values(6, 8, seed=n), 4 * n) for n in range(3)]
+    sums = [tap(f"layers.{n}[1]", values(6, 8, seed=n + 50), 4 * n + 2) for n in range(3)]
+    proposal = match_taps(mlp, [*inner, *outputs, *sums])
+    assert {pair.target for pair in proposal.pairs} == {each.name for each in (*inner, *outputs)}
+    assert all(pair.by_value for pair in proposal.pairs)
+
+
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
