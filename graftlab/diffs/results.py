@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -184,7 +184,7 @@ def compare_results(expected: Any, found: Any) -> ComparedResults:
     """Compare the results of two calls.
 
     Tensors are paired by path. If the results have no path in common, tensors are paired by order if both have the same
-    number, and otherwise by shapes that occur once in each.
+    number, and otherwise by shapes that occur once in each, whatever dims of length 1 they have.
     """
     return compare_named(named_tensors(expected), named_tensors(found))
 
@@ -202,6 +202,8 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
         if a.device != b.device:
             # A copy that was kept is often on the CPU, and the call's own result is where the model is.
             a, b = a.cpu(), b.cpu()
+        if path != path_of_other and _long_dims(a) == _long_dims(b):
+            b = b.reshape(a.shape)
         if a.shape != b.shape:
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.
@@ -287,11 +289,25 @@ def _pairs_of_returned(one: Mapping[str, torch.Tensor], other: Mapping[str, torc
     pairs = [(path, path) for path in one if path in other]
     if not pairs and len(one) == len(other):
         pairs = list(zip(one, other, strict=True))
-    return pairs or _unique_shapes(one, other) or _by_position(one, other)
+    return (
+        pairs
+        or _unique_shapes(one, other, lambda tensor: tuple(tensor.shape))
+        or _unique_shapes(one, other, _long_dims)
+        or _by_position(one, other)
+    )
 
 
-def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    shapes = [{path: tensor.shape for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
+def _long_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape without dims of length 1: one sequence may be a batch of one on the other side."""
+    return tuple(length for length in tensor.shape if length != 1)
+
+
+def _unique_shapes(
+    one: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+) -> list[tuple[str, str]]:
+    shapes = [{path: shape_of(tensor) for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
     single = [{shape: path for path, shape in each.items() if list(each.values()).count(shape) == 1} for each in shapes]
     return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
 

@@ -168,6 +168,21 @@ def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None
     assert left == ["only the target returns the result's ['hidden']"]
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_batch_of_one_is_compared_with_its_sequence(tokens: int) -> None:
+    """An engine returns the bare logits of its tokens, and a model of a batch an output with a cache."""
+    logits = torch.randn(1, tokens, 8)
+    output = {"logits": logits, "past_key_values": torch.ones(1, 2, tokens, 4)}
+    for factor in (1.0, 1.5):
+        compared = compare_results(output, factor * logits[0])
+        assert [each.path for each in compared.differences] == ["['logits']"]
+        assert compared.differences[0].rel_l2 == pytest.approx(factor - 1.0)
+        assert (compared.lost, compared.reshaped) == ([], [])
+    # Of two that could be meant, neither is; nor is a sequence of another length.
+    assert compare_results({**output, "hidden": logits[0]}, logits.squeeze()[None, None]).lost
+    assert compare_results(output, torch.randn(tokens + 1, 8)).lost
+
+
 def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -> None:
     whole = torch.randn(2, 5, 8)
     for last in (whole[:, -1:], whole[:, -1]):
