@@ -736,6 +736,43 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
     assert [paired.get(f"second.{n}.mixing") for n in range(4)] == [f"second.{n}.attn" for n in range(4)]
 
 
+def test_a_module_that_passes_on_a_graft_does_not_take_the_grafted_taps_partner() -> None:
+    """Every layer's mlp is wrong, and an attention returns what its last projection does, so both have equal values."""
+    weights = [values(8, 8, seed=n) / 3 for n in range(8)]
+
+    def run(side: str, replaced: dict[str, Tensor]) -> list[RecordedTap]:
+        recorded: list[RecordedTap] = []
+
+        def tapped(name: str, value: Tensor) -> Tensor:
+            recorded.append(tap(name, value, len(recorded)))
+            return replaced.get(name, value)
+
+        is_target = side == "target"
+        prefix, attn = ("layers", "self_attn") if is_target else ("model.layers", "self_attn[0]")
+        x = tapped(f"{prefix}.embed", values(6, 8, seed=50))
+        for n in range(4):
+            for part in () if is_target else "qkv":
+                tapped(f"{prefix}.{n}.self_attn.{part}_proj", (x[:, :4] + ord(part)).sin())
+            mixed = tapped(f"{prefix}.{n}.self_attn.o_proj", (x @ weights[2 * n]).tanh())
+            x = x + tapped(f"{prefix}.{n}.{attn}", mixed)
+            mlp = (x @ weights[2 * n + 1]).tanh()
+            x = x + tapped(f"{prefix}.{n}.mlp", mlp + 0.6 * (x.abs() - 0.5) if is_target else mlp)
+        return recorded
+
+    ours = run("baseline", {})
+    held = {tap.name: tap.value for tap in ours}
+
+    def record(pairs: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        return ours, run("target", {pair.target: held[pair.baseline] for pair in pairs})  # type: ignore[misc]
+
+    proposal = match_in_rounds(record)
+    paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
+    for n in range(4):
+        assert paired[f"layers.{n}.mlp"] == f"model.layers.{n}.mlp"
+        assert paired[f"layers.{n}.self_attn.o_proj"] == f"model.layers.{n}.self_attn.o_proj"
+        assert paired[f"layers.{n}.self_attn"] == f"model.layers.{n}.self_attn[0]"
+
+
 def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> None:
     pairs = [Pair(f"layer_norm_{2 * n + m}", f"{n}.norm{m + 1}") for n in range(2) for m in range(2)]
     assert other_roles(pairs) == []
