@@ -71,6 +71,8 @@ _IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECAS
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
+# Fewer numbers in a list may be different things, such as a loss and an accuracy.
+_LEAST_NUMBERS = 16
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _MOST_DENSE = 1 << 24
 # Values of this many numbers that are this near, as rel_l2, are not so by chance.
@@ -124,10 +126,13 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
     elif isinstance(value, (int, float)):
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
-        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64, device="cpu")
+        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else _dtype_of([value]), device="cpu")
     elif isinstance(value, list) and all(type(each) is int and abs(each) < 2**63 for each in value):
         # Tokens are one value: if one side has fewer of them, or none, their number differs.
         yield path, torch.tensor(value, dtype=torch.int64, device="cpu")
+    elif isinstance(value, list) and len(value) >= _LEAST_NUMBERS and all(type(each) is float for each in value):
+        # So are the log-probabilities of a text: what rounding adds to a single one is known too poorly.
+        yield path, torch.tensor(value, dtype=_dtype_of(value), device="cpu")
     elif isinstance(value, complex):
         yield path, torch.tensor(value, device="cpu")
     elif isinstance(value, (str, bytes)):
@@ -142,6 +147,12 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
         inside = above | {id(value)}
         for step, each in _parts(value):
             yield from _walk(each, path + step, inside)
+
+
+def _dtype_of(numbers: Sequence[float]) -> torch.dtype:
+    """The dtype in which numbers of Python were computed: float32 if it holds all of them exactly."""
+    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return torch.float32 if torch.equal(exact.float().double().nan_to_num(), exact.nan_to_num()) else torch.float64
 
 
 def _of_tensor(value: torch.Tensor, path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -81,6 +81,15 @@ def test_each_rank_is_compared_with_its_own_or_with_the_only_one_of_the_baseline
     assert compare_returned([], [one]) == compare_returned([one], []) == ReturnedValues()
 
 
+def test_a_stage_that_returns_nothing_loses_nothing_that_another_returns() -> None:
+    found = compare_returned([{"logits": torch.ones(2)}], [None, 2 * torch.ones(2)])
+    assert [each.rel_l2 for each in found.differences] == [1.0]
+    assert (found.left, found.lost) == (("target rank 0 returns nothing",), ())
+    # A value that no rank returns, or not the rank that the baseline has it on, is lost.
+    assert compare_returned([torch.ones(2)], [None, None]).lost
+    assert compare_returned([torch.ones(2), torch.ones(2)], [torch.ones(2), None]).lost
+
+
 def test_a_result_of_another_shape_clears_nothing_unless_it_may_be_a_part() -> None:
     whole, part = torch.ones(2, 4), torch.ones(2, 3)
     said = "the result has the shape [2, 4] on the baseline and [2, 3] on the target"
