@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher, rounds
-from graftlab.matching.contradictions import other_roles
+from graftlab.matching.contradictions import odd_layouts, other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import _differing_rows, _other_layers
 from graftlab.matching.pair import Pair
@@ -254,6 +254,15 @@ def test_a_second_result_is_no_further_layer_of_the_first() -> None:
     proposal = match_taps(mlp, [*inner, *outputs, *sums])
     assert {pair.target for pair in proposal.pairs} == {each.name for each in (*inner, *outputs)}
     assert all(pair.by_value for pair in proposal.pairs)
+
+
+def test_the_partner_of_a_second_result_is_not_odd_beside_those_of_the_first() -> None:
+    """The first block passes on the embedding, which no other does."""
+    first = [Pair(f"h.{n}.mixer", f"layers.{n}[0]") for n in range(4)]
+    assert odd_layouts([*first, Pair("embeddings", "layers.0[1]")], []) == []
+    # The first result of another layer is, if something else has its partner.
+    (odd,) = odd_layouts([*first, Pair("h.4.norm", "layers.4[0]"), Pair("h.4.mixer", "other")], [])
+    assert odd.tap == "layers.4[0]"
 
 
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
