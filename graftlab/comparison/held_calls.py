@@ -24,6 +24,7 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
     ResultDifference,
     compare_named,
+    is_written,
     value_in_words,
     values_of_other_shapes,
     written_on_one_side,
@@ -250,7 +251,9 @@ def judge_held_calls(
     after_weights = len(remarks)
     pairs = session.plan.pairs
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
-    answer = answer_of(verdict.findings, trusted, results.compared)
+    moves_rows = outputs_move_rows(pairs)
+    known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
+    answer = answer_of(verdict.findings, trusted, known)
     # With several ranks a side, sums over them round differently in any case.
     looked = verdict.findings.in_float32 is not None or len(baseline) + len(target) > 2
     if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
@@ -267,12 +270,11 @@ def judge_held_calls(
         if far:
             answer = "differ"
             remarks.append(f"The results of the two calls differ by {max(each.rel_l2 for each in far):.2g}.")
-    moved = outputs_move_rows(pairs) and not _have_equal_rows(baseline, target, choice.threshold)
-    if answer == "agree" and moved:
+    if answer == "agree" and moves_rows and not known:
         answer = "inconclusive"
     frame = verdict.findings.frame
     inputs = frame[frame["group"].map(kind_of_group) == "input"]
-    if answer == "agree" and outputs_move_rows(pairs) and len(inputs) and inputs["aligned_by"].isna().all():
+    if answer == "agree" and moves_rows and len(inputs) and inputs["aligned_by"].isna().all():
         # Both sides were given the same rows, so that a result with fewer lacks some.
         lacking = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
         if lacking:
@@ -282,7 +284,7 @@ def judge_held_calls(
     matched = proposal is not None
     unlike = (
         values_of_other_shapes(baseline[0].plain, target[0].plain, matched=matched)
-        if len(baseline) == len(target) and not outputs_move_rows(pairs)
+        if len(baseline) == len(target) and not moves_rows
         else []
     )
     given_alike = any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
@@ -594,8 +596,10 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
 
     If one side has fewer rows, as without padding, the other must have all of them.
     """
-    ours, theirs = baseline[0].plain, target[0].plain
-    if len(baseline) != 1 or len(target) != 1 or ours.keys() != theirs.keys() or not ours:
+    if len(baseline) != 1 or len(target) != 1:
+        return False
+    ours, theirs = _with_equal_names(baseline[0].plain, target[0].plain)
+    if ours.keys() != theirs.keys() or not ours:
         return False
     for path, tensor in ours.items():
         one, other = _rows_of(tensor), _rows_of(theirs[path])
@@ -608,6 +612,22 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
+
+
+def _with_equal_names(
+    baseline: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Both results; of a bare tensor that the target returns, and the one value of the baseline with rows as wide."""
+    returned = [path for path in target if not is_written(path)]
+    if len(returned) != 1 or returned[0] in baseline:
+        return baseline, target
+    found = target[returned[0]]
+    wide = {
+        path: each
+        for path, each in baseline.items()
+        if not is_written(path) and each.dim() > 1 and each.shape[-1:] == found.shape[-1:]
+    }
+    return (wide, dict.fromkeys(wide, found)) if found.dim() > 1 and len(wide) == 1 else (baseline, target)
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -71,6 +71,8 @@ _IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECAS
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16
+# Fewer numbers in a list may be different things, such as a loss and an accuracy.
+_LEAST_NUMBERS = 16
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _MOST_DENSE = 1 << 24
 # Values of this many numbers that are this near, as rel_l2, are not so by chance.
@@ -124,10 +126,13 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
     elif isinstance(value, (int, float)):
         # Whole numbers do not round, such as tokens in a list.
         is_whole = isinstance(value, int) and abs(value) < 2**63
-        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else torch.float64, device="cpu")
+        yield path, torch.tensor(value, dtype=torch.int64 if is_whole else _dtype_of([value]), device="cpu")
     elif isinstance(value, list) and all(type(each) is int and abs(each) < 2**63 for each in value):
         # Tokens are one value: if one side has fewer of them, or none, their number differs.
         yield path, torch.tensor(value, dtype=torch.int64, device="cpu")
+    elif isinstance(value, list) and len(value) >= _LEAST_NUMBERS and all(type(each) is float for each in value):
+        # So are the log-probabilities of a text: what rounding adds to a single one is known too poorly.
+        yield path, torch.tensor(value, dtype=_dtype_of(value), device="cpu")
     elif isinstance(value, complex):
         yield path, torch.tensor(value, device="cpu")
     elif isinstance(value, (str, bytes)):
@@ -142,6 +147,12 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
         inside = above | {id(value)}
         for step, each in _parts(value):
             yield from _walk(each, path + step, inside)
+
+
+def _dtype_of(numbers: Sequence[float]) -> torch.dtype:
+    """The dtype in which numbers of Python were computed: float32 if it holds all of them exactly."""
+    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return torch.float32 if torch.equal(exact.float().double().nan_to_num(), exact.nan_to_num()) else torch.float64
 
 
 def _of_tensor(value: torch.Tensor, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +195,7 @@ def compare_results(expected: Any, found: Any) -> ComparedResults:
     """Compare the results of two calls.
 
     Tensors are paired by path. If the results have no path in common, tensors are paired by order if both have the same
-    number, and otherwise by shapes that occur once in each.
+    number, and otherwise by shapes that occur once in each, whatever dims of length 1 they have.
     """
     return compare_named(named_tensors(expected), named_tensors(found))
 
@@ -202,6 +213,8 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
         if a.device != b.device:
             # A copy that was kept is often on the CPU, and the call's own result is where the model is.
             a, b = a.cpu(), b.cpu()
+        if path != path_of_other and _long_dims(a) == _long_dims(b):
+            b = b.reshape(a.shape)
         if a.shape != b.shape:
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.
@@ -287,11 +300,25 @@ def _pairs_of_returned(one: Mapping[str, torch.Tensor], other: Mapping[str, torc
     pairs = [(path, path) for path in one if path in other]
     if not pairs and len(one) == len(other):
         pairs = list(zip(one, other, strict=True))
-    return pairs or _unique_shapes(one, other) or _by_position(one, other)
+    return (
+        pairs
+        or _unique_shapes(one, other, lambda tensor: tuple(tensor.shape))
+        or _unique_shapes(one, other, _long_dims)
+        or _by_position(one, other)
+    )
 
 
-def _unique_shapes(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    shapes = [{path: tensor.shape for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
+def _long_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape without dims of length 1: one sequence may be a batch of one on the other side."""
+    return tuple(length for length in tensor.shape if length != 1)
+
+
+def _unique_shapes(
+    one: Mapping[str, torch.Tensor],
+    other: Mapping[str, torch.Tensor],
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+) -> list[tuple[str, str]]:
+    shapes = [{path: shape_of(tensor) for path, tensor in each.items() if tensor.numel() > 1} for each in (one, other)]
     single = [{shape: path for path, shape in each.items() if list(each.values()).count(shape) == 1} for each in shapes]
     return [(path, single[1][shape]) for shape, path in single[0].items() if shape in single[1]]
 

@@ -157,13 +157,14 @@ class _Match:
                 self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
         skipped = self._skipped[side]
         skipped.clear()
-        skipped.update(ranks[0].skipped)
-        layouts = ranks[0].layouts
+        layouts = {name: layout for records in reversed(ranks) for name, layout in records.layouts.items()}
+        for records in reversed(ranks):
+            skipped.update(records.skipped)
         if len(ranks) == 1 and not layouts:
             return ranks[0].taps
         by_name = [{tap.name: tap for tap in records.taps} for records in ranks]
         taps = []
-        for tap in ranks[0].taps:
+        for tap in _in_one_order([records.taps for records in ranks]):
             held = [each[tap.name] for each in by_name if tap.name in each]
             joined = self._joined(tap, held, layouts.get(tap.name), len(ranks))
             if isinstance(joined, str):
@@ -175,15 +176,16 @@ class _Match:
     def _joined(
         self, tap: RecordedTap, held: Sequence[RecordedTap], layout: RankLayout | None, ranks: int
     ) -> RecordedTap | str:
-        if len(held) < ranks:
-            return f"only {len(held)} of {ranks} ranks have it"
         if layout is None:
+            # A stage of a pipeline, or an expert of one rank, has its whole tensor where it runs.
             if all(each.shape == tap.shape and _alike(each, tap) for each in held):
                 return tap
             return (
                 "its ranks hold different tensors, and which part of the whole each has is not known: "
                 "declare it with gl.tap(layout=...), or tap a DTensor"
             )
+        if len(held) < ranks:
+            return f"only {len(held)} of {ranks} ranks have it"
         values = [held[rank].value for rank in layout.layout.mesh.ranks if rank < len(held)]
         if len(values) < layout.layout.mesh.size or any(value is None for value in values):
             return f"its parts ({layout.layout}) were not all kept, so there is no whole tensor to match"
@@ -282,7 +284,7 @@ class _MatchedRuns(_Match):
         else:
             values = self._session.run(target=work).target
         self._moved += sum(_size(value) for value in values if value is not None)
-        return values[0]
+        return next((value for value in values if value is not None), None)
 
 
 class _MatchedSteps(_Match):
@@ -339,7 +341,10 @@ class _MatchedSteps(_Match):
         return records
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:
-        value: Tensor | None = self._recorded_on(self._session.select(side)[0], name)
+        ranks = self._session.select(side)
+        value: Tensor | None = next(
+            (each for rank in ranks if (each := self._recorded_on(rank, name)) is not None), None
+        )
         self._moved += 0 if value is None else _size(value)
         return value
 
@@ -355,6 +360,28 @@ _GRAFTED = "not (kind == 'param' or kind == 'optimizer')"
 def _call(name: str) -> str:
     """The name of one call in a pair. Without its occurrence it would stand for all calls."""
     return name if "#" in name else f"{name}#0"
+
+
+def _in_one_order(ranks: Sequence[Sequence[RecordedTap]]) -> list[RecordedTap]:
+    """The taps of all ranks, each once: those of the first rank, and where others run between or after them."""
+    merged = list(ranks[0])
+    for taps in ranks[1:]:
+        names = {tap.name for tap in merged}
+        last = max((at for at, tap in enumerate(taps) if tap.name in names), default=-1)
+        before: list[RecordedTap] = []
+        for at, tap in enumerate(taps):
+            if tap.name in names:
+                if before:
+                    place = next(n for n, each in enumerate(merged) if each.name == tap.name)
+                    merged[place:place] = before
+                    before = []
+            elif at > last:
+                merged.append(tap)
+            else:
+                before.append(tap)
+    for place, tap in enumerate(merged):
+        tap.order = place
+    return merged
 
 
 def _size(tensor: Tensor) -> int:

@@ -211,7 +211,9 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
                 )
                 problems.append(Contradiction(pair.target, text))
                 continue
-            expected = next((rule.baseline_for(pair.target) for rule in rules_of(usual)), None)
+            # Another result of the same module is no further layer of this one.
+            rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))
+            expected = next((rule.baseline_for(pair.target) for rule in rules), None)
             taken = expected is not None and bool(partners.get(expected, set()) - {pair.target})
             moved = expected in baseline and places.get(key[2], place) != place
             if taken or moved:

@@ -116,6 +116,10 @@ class Matcher:
             # as the output of the enclosing module.
             for name in filter(rule.covers, self.target):
                 self.reserved.setdefault(rule.baseline_for(name), name)
+        for pair in before.pairs if before is not None else ():
+            if pair.sureness == "rule":
+                # The tap's own value does not match, and a module that passes on the grafted one has it too.
+                self.reserved.setdefault(pair.baseline, pair.target)
         self.match_equals()
         self.match_parts()
         self.trust(trusted)

@@ -140,6 +140,7 @@ def _repeat_rounds(
     fetch = match.keywords["fetch_baseline"], match.keywords["fetch_target"]
     trusted: list[Pair] = []
     in_vain: set[tuple[str, str]] = set()
+    known = _known(proposal)
     if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
         # Everything matches by value, so no fault hides a tap.
         return proposal
@@ -151,7 +152,9 @@ def _repeat_rounds(
             if grafted != (wanted := {(*_key(pair), pair.layout.text, pair.whole) for pair in _grafts(proposal)}):
                 baseline, target = record(_grafts(proposal))
                 following, grafted = match(baseline, target, before=proposal, trusted=trusted), wanted
-            if _matched(following) > _matched(proposal) or _more_rules(following, proposal):
+            if _matched(following) > _matched(proposal) or _known(following) - known:
+                # Pairs that come and go are new once.
+                known |= _known(following)
                 proposal = _keep(following, proposal)
                 left -= 1
                 continue
@@ -188,9 +191,8 @@ def _matched(proposal: Proposal, without: Callable[[Pair], bool] = lambda pair: 
     return len({pair.target for pair in proposal.graftable if not without(pair)})
 
 
-def _more_rules(following: Proposal, proposal: Proposal) -> bool:
-    known = {_key(pair) for pair in proposal.pairs if pair.sureness != "guess"}
-    return any(_key(pair) not in known for pair in following.pairs if pair.sureness != "guess")
+def _known(proposal: Proposal) -> set[tuple[str, str]]:
+    return {_key(pair) for pair in _grafts(proposal)}
 
 
 def _keep(following: Proposal, before: Proposal) -> Proposal:

@@ -15,7 +15,8 @@ class Rule:
     """Maps target taps of one pattern to baseline taps of another: each number is one of the target's plus a shift.
 
     ``numbers`` has for each number of the baseline's name its place among the target's numbers (None for a fixed
-    number) and the shift. ``example`` is one of the ``seen`` pairs.
+    number) and the shift. ``example`` is one of the ``seen`` pairs. ``constant`` has the place and the value of each
+    number of the target's name that all these pairs have in common.
     """
 
     baseline: str
@@ -23,10 +24,17 @@ class Rule:
     numbers: tuple[tuple[int | None, int], ...]
     example: Pair
     seen: int
+    constant: tuple[tuple[int, int], ...] = ()
 
     def covers(self, target: str) -> bool:
-        """Whether the rule applies to a target tap. ``norm2`` is not a later layer of ``norm1``."""
-        return pattern_of(target) == self.target and place_of(target) == place_of(self.example.target)
+        """Whether the rule applies to a target tap.
+
+        ``norm2`` is not a later layer of ``norm1``, nor is the second result ``block[1]`` one of ``block[0]``.
+        """
+        if pattern_of(target) != self.target or place_of(target) != place_of(self.example.target):
+            return False
+        numbers = numbers_of(target)
+        return all(numbers[at] == value for at, value in self.constant)
 
     def baseline_for(self, target: str) -> str:
         """The baseline tap for a target tap of this rule's pattern."""
@@ -46,7 +54,7 @@ def rules_of(pairs: Iterable[Pair]) -> list[Rule]:
         if numbers is not None:
             agreeing, shifts = numbers
             if agreeing >= 2:
-                rules.append(Rule(baseline, target, shifts, group[0], agreeing))
+                rules.append(Rule(baseline, target, shifts, group[0], agreeing, _constant(group)))
     return sorted(rules, key=lambda rule: -rule.seen)
 
 
@@ -70,3 +78,9 @@ def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], 
     rule = Rule(pattern_of(group[0].baseline), "", tuple(ways), group[0], 0)
     agreeing = {pair.target for pair in group if rule.baseline_for(pair.target) == pair.baseline}
     return len(agreeing), tuple(ways)
+
+
+def _constant(group: Sequence[Pair]) -> tuple[tuple[int, int], ...]:
+    """The place and the value of each number that the target's names of these pairs have in common."""
+    places = zip(*(numbers_of(pair.target) for pair in group), strict=True)
+    return tuple((at, numbers[0]) for at, numbers in enumerate(places) if len(set(numbers)) == 1)

@@ -49,6 +49,8 @@ class ValueDifference:
         return f"by {self.rel_l2:.2g} ({times})"
 
 
+_NEAR = 0.1
+"""Rows in different orders are further apart than this (rel_l2)."""
 _MOST_ROWS = 4_096
 """More rows than this stay in their order, since each is compared with every other."""
 _LEAST_WIDTH = 8
@@ -131,6 +133,12 @@ class ReturnedValues:
         return any(not roundoff(dtype) for each in returned for dtype in each.dtypes)
 
     @property
+    def are_near(self) -> bool:
+        """Whether everything that is returned was compared and is nearly equal, so that its rows are in one order."""
+        returned = [each for each in self.differences if not is_written(each.path)]
+        return bool(returned) and not self.lost and all(each.rel_l2 < _NEAR for each in returned)
+
+    @property
     def compared(self) -> bool:
         """Whether any returned value was measured on both sides."""
         return any(not math.isnan(each.rel_l2) for each in self.differences if not is_written(each.path))
@@ -146,13 +154,12 @@ def compare_returned(
     """Compare each rank's result with that of the baseline's same rank, or of its only rank.
 
     Nothing is compared if both sides have several ranks, but different numbers, or if ``pairs`` show that the outputs'
-    rows are in different orders. ``by_request`` is the shape of an output whose requests are in different rows: results
-    with a row for each of its rows may have them so too, and each row is compared with the nearest one.
+    rows are in different orders, unless the results are near in their own, as where a function joins its chunks.
+    ``by_request`` is the shape of an output whose requests are in different rows: results with a row for each of its
+    rows may have them so too, and each row is compared with the nearest one.
     """
     if not baseline or not target:
         return ReturnedValues()
-    if outputs_move_rows(pairs):
-        return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
     if len(baseline) != len(target) and len(baseline) > 1:
         return ReturnedValues(
             left=(
@@ -162,6 +169,10 @@ def compare_returned(
     differences: list[ResultDifference] = []
     left: dict[str, None] = {}
     lost: dict[str, None] = {}
+    reshaped: list[str] = []
+    # The first stage of a pipeline returns nothing, and the last one the result.
+    empty = {rank for rank, found in enumerate(target) if all(map(is_written, named_tensors(found)))}
+    empty = empty if len(empty) < len(target) and len(baseline) == 1 else set()
     for rank, found in enumerate(target):
         expected = baseline[rank if len(baseline) > 1 else 0]
         if by_request:
@@ -169,11 +180,18 @@ def compare_returned(
             left.update(dict.fromkeys(f"the order of the rows of {value_in_words(path)}" for path in moved))
         compared = compare_results(expected, found)
         differences += compared.differences
+        reshaped += compared.reshaped
         # One of several ranks may return its shard, and pairs may have layouts.
         may_be_part = bool(pairs) or len(baseline) != len(target)
+        if rank in empty:
+            left[f"target rank {rank} returns nothing"] = None
+            continue
         left.update(dict.fromkeys([*(compared.reshaped if may_be_part else ()), *compared.left]))
         lost.update(dict.fromkeys([*compared.lost, *(() if may_be_part else compared.reshaped)]))
-    return ReturnedValues(tuple(differences), tuple(left), tuple(lost))
+    returned = ReturnedValues(tuple(differences), tuple(left), tuple(lost))
+    if outputs_move_rows(pairs) and (reshaped or not returned.are_near):
+        return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
+    return returned
 
 
 def extents_by_request(rows: pd.DataFrame) -> tuple[int, ...]:

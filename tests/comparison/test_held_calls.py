@@ -32,6 +32,7 @@ from graftlab.comparison.held_calls import (
 )
 from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
+from graftlab.diffs.results import written_path
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
 from graftlab.jobs.script_launcher import _without_frames_between
@@ -401,6 +402,24 @@ def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> No
     assert not rows_in_calls(padded, torch.cat([packed[:1], packed[:1]]))
     # Nothing of an empty result was compared.
     assert not rows_in_calls(padded[:, :0], padded[:, :0])
+
+
+def test_the_rows_of_a_bare_result_are_compared_with_those_of_the_one_value_as_wide() -> None:
+    padded = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    packed = torch.cat([padded[2, :4], padded[0, :1]])
+
+    def agree(found: dict[str, torch.Tensor], **also: torch.Tensor) -> bool:
+        output = {"['logits']": padded, **also}
+        one, other = ([CallDescription("Net", 1, False, (), each, {})] for each in (output, found))
+        return _have_equal_rows(one, other, 5.0)
+
+    cache = torch.ones(3, 2, 5, 4)
+    assert agree({"": packed}, cache=cache)
+    assert agree({"": packed, written_path("slots"): cache}, cache=cache)
+    assert not agree({"": packed + 1e-2}, cache=cache)
+    # Which of two is meant is unknown, and so is what else the target's result should have.
+    assert not agree({"": packed}, hidden=padded)
+    assert not agree({"x": packed, "y": packed}, cache=cache)
 
 
 def test_results_with_too_many_rows_to_compare_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:

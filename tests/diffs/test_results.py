@@ -168,6 +168,34 @@ def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None
     assert left == ["only the target returns the result's ['hidden']"]
 
 
+def test_numbers_of_python_round_as_what_they_were_computed_in() -> None:
+    numbers = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    for found, dtype in ((numbers, "float32"), (numbers.double() / 3, "float64")):
+        assert [each.dtypes for each in compare_results(found[0].item(), found[0].item()).differences] == [(dtype,) * 2]
+        # A long list, as of log-probabilities, is one value. Of few, each counts for itself.
+        (whole,) = compare_results(found.tolist(), found.tolist()).differences
+        assert whole == ("", 0.0, (dtype, dtype))
+        assert len(compare_results(found[:5].tolist(), found[:5].tolist()).differences) == 5
+    assert compare_results(numbers.tolist(), numbers[:19].tolist()).reshaped
+    (lost,) = compare_results([math.nan] * 16, [1.0] * 16).differences
+    assert lost.rel_l2 == math.inf
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_batch_of_one_is_compared_with_its_sequence(tokens: int) -> None:
+    """An engine returns the bare logits of its tokens, and a model of a batch an output with a cache."""
+    logits = torch.randn(1, tokens, 8)
+    output = {"logits": logits, "past_key_values": torch.ones(1, 2, tokens, 4)}
+    for factor in (1.0, 1.5):
+        compared = compare_results(output, factor * logits[0])
+        assert [each.path for each in compared.differences] == ["['logits']"]
+        assert compared.differences[0].rel_l2 == pytest.approx(factor - 1.0)
+        assert (compared.lost, compared.reshaped) == ([], [])
+    # Of two that could be meant, neither is; nor is a sequence of another length.
+    assert compare_results({**output, "hidden": logits[0]}, logits.squeeze()[None, None]).lost
+    assert compare_results(output, torch.randn(tokens + 1, 8)).lost
+
+
 def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -> None:
     whole = torch.randn(2, 5, 8)
     for last in (whole[:, -1:], whole[:, -1]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.judging.match_runs import _alike, _call, _MatchedRuns
+from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.ranks.match_recorder import forget_match, record_taps
 
@@ -25,6 +25,18 @@ def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
     lost[3] = math.nan
     assert _alike(RecordedTap.of("x", lost), RecordedTap.of("x", lost.clone()))
     assert (_call("x"), _call("x#2")) == ("x#0", "x#2")
+
+
+def test_taps_of_all_ranks_come_in_one_order() -> None:
+    def names(*ranks: str) -> str:
+        taps = _in_one_order([[RecordedTap.of(name, torch.ones(1)) for name in rank] for rank in ranks])
+        assert [tap.order for tap in taps] == list(range(len(taps)))
+        return "".join(tap.name for tap in taps)
+
+    assert names("iab", "icd") == "iabcd"  # the stages of a pipeline, with the same inputs
+    assert names("axb", "ayb") == "axyb"  # an expert on each rank
+    assert names("ab", "ab", "ab") == "ab"
+    assert names("", "ab", "bc") == "abc"
 
 
 def test_ranks_get_the_budget_of_kept_bytes_and_that_of_sent_ones() -> None:

@@ -284,3 +284,32 @@ def test_invalid_requests_for_a_match_are_refused_before_anything_runs(
     with pytest.raises(gl.SessionError, match=rf"match: {next(iter(given))}|match: rounds"):
         session.match(**{"baseline": fused, "target": fused, "args": (1,), **given})
     assert len(session.runs) == runs
+
+
+def stages(layers: int) -> list[float] | None:
+    """The split port as a pipeline of two ranks: the first has the first two layers, the second the rest."""
+    rank = torch.distributed.get_rank()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99)).transpose(0, 1)
+    if rank == 1:
+        x = x.clone(memory_format=torch.contiguous_format)
+        torch.distributed.recv(x, 0)
+    for n in range(2) if rank == 0 else range(2, layers):
+        into, out, mlp = weights(n)
+        q, k, v = (gl.tap(f"layers.{n + 1}.{name}", x @ w) for name, w in zip("qkv", into.chunk(3, 1), strict=True))
+        scores = (q.transpose(0, 1) @ k.transpose(0, 1).mT).tanh()
+        x = gl.tap(f"layers.{n + 1}.mix", (scores @ v.transpose(0, 1) @ out).transpose(0, 1)) + x
+        x = gl.tap(f"layers.{n + 1}.ffn", (x @ mlp).relu()) + x
+    if rank == 0:
+        torch.distributed.send(x.contiguous(), 1)
+        return None
+    return gl.tap("result", x).transpose(0, 1).flatten().tolist()
+
+
+def test_the_stages_of_a_pipeline_are_matched_and_judged() -> None:
+    with gl.launch(baseline=1, target=2) as session:
+        proposal = session.match(fused, stages, args=(3,))
+        assert partners(proposal) == EXPECTED
+        session.edit(pairs=proposal)
+        verdict = session.verdict(fused, stages, args=(3,))
+        assert verdict.text.startswith("Nothing that was checked adds more than rounding")
+        assert "target rank 0 returns nothing" in verdict.text

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
 from graftlab.matching import matcher, rounds
-from graftlab.matching.contradictions import first_taps, other_roles
+from graftlab.matching.contradictions import first_taps, odd_layouts, other_roles
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import _differing_rows, _other_layers
 from graftlab.matching.pair import Pair
@@ -237,6 +237,32 @@ def test_a_rule_follows_the_right_number_of_several() -> None:
     (rule,) = rules_of(pairs)
     assert rule.baseline_for("s5.b9.lin") == "stages.5.8.fc1"
     assert rule.seen == 6
+
+
+def test_a_second_result_is_no_further_layer_of_the_first() -> None:
+    """A block returns its output and the sum of those before, which only one side has."""
+    pairs = [Pair(f"h.{n}.mlp", f"layers.{n}[0]") for n in range(3)]
+    (rule,) = rules_of(pairs)
+    assert rule.covers("layers.7[0]")
+    assert not rule.covers("layers.7[1]")
+    mlp, outputs = (
+        [tap(f"{name}.{n}{part}", values(6, 8, seed=n), 4 * n + at) for n in range(3)]
+        for name, part, at in (("h", ".mlp", 0), ("layers", "[0]", 1))
+    )
+    inner = [tap(f"layers.{n}.mlp", values(6, 8, seed=n), 4 * n) for n in range(3)]
+    sums = [tap(f"layers.{n}[1]", values(6, 8, seed=n + 50), 4 * n + 2) for n in range(3)]
+    proposal = match_taps(mlp, [*inner, *outputs, *sums])
+    assert {pair.target for pair in proposal.pairs} == {each.name for each in (*inner, *outputs)}
+    assert all(pair.by_value for pair in proposal.pairs)
+
+
+def test_the_partner_of_a_second_result_is_not_odd_beside_those_of_the_first() -> None:
+    """The first block passes on the embedding, which no other does."""
+    first = [Pair(f"h.{n}.mixer", f"layers.{n}[0]") for n in range(4)]
+    assert odd_layouts([*first, Pair("embeddings", "layers.0[1]")], []) == []
+    # The first result of another layer is, if something else has its partner.
+    (odd,) = odd_layouts([*first, Pair("h.4.norm", "layers.4[0]"), Pair("h.4.mixer", "other")], [])
+    assert odd.tap == "layers.4[0]"
 
 
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
@@ -735,6 +761,43 @@ def test_a_match_continues_past_a_tap_that_only_one_side_has_in_each_layer() -> 
     proposal = match_in_rounds(record)
     paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
     assert [paired.get(f"second.{n}.mixing") for n in range(4)] == [f"second.{n}.attn" for n in range(4)]
+
+
+def test_a_module_that_passes_on_a_graft_does_not_take_the_grafted_taps_partner() -> None:
+    """Every layer's mlp is wrong, and an attention returns what its last projection does, so both have equal values."""
+    weights = [values(8, 8, seed=n) / 3 for n in range(8)]
+
+    def run(side: str, replaced: dict[str, Tensor]) -> list[RecordedTap]:
+        recorded: list[RecordedTap] = []
+
+        def tapped(name: str, value: Tensor) -> Tensor:
+            recorded.append(tap(name, value, len(recorded)))
+            return replaced.get(name, value)
+
+        is_target = side == "target"
+        prefix, attn = ("layers", "self_attn") if is_target else ("model.layers", "self_attn[0]")
+        x = tapped(f"{prefix}.embed", values(6, 8, seed=50))
+        for n in range(4):
+            for part in () if is_target else "qkv":
+                tapped(f"{prefix}.{n}.self_attn.{part}_proj", (x[:, :4] + ord(part)).sin())
+            mixed = tapped(f"{prefix}.{n}.self_attn.o_proj", (x @ weights[2 * n]).tanh())
+            x = x + tapped(f"{prefix}.{n}.{attn}", mixed)
+            mlp = (x @ weights[2 * n + 1]).tanh()
+            x = x + tapped(f"{prefix}.{n}.mlp", mlp + 0.6 * (x.abs() - 0.5) if is_target else mlp)
+        return recorded
+
+    ours = run("baseline", {})
+    held = {tap.name: tap.value for tap in ours}
+
+    def record(pairs: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        return ours, run("target", {pair.target: held[pair.baseline] for pair in pairs})  # type: ignore[misc]
+
+    proposal = match_in_rounds(record)
+    paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
+    for n in range(4):
+        assert paired[f"layers.{n}.mlp"] == f"model.layers.{n}.mlp"
+        assert paired[f"layers.{n}.self_attn.o_proj"] == f"model.layers.{n}.self_attn.o_proj"
+        assert paired[f"layers.{n}.self_attn"] == f"model.layers.{n}.self_attn[0]"
 
 
 def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> None:

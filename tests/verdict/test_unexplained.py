@@ -81,6 +81,32 @@ def test_each_rank_is_compared_with_its_own_or_with_the_only_one_of_the_baseline
     assert compare_returned([], [one]) == compare_returned([one], []) == ReturnedValues()
 
 
+def test_results_that_are_near_have_their_rows_in_one_order() -> None:
+    """A function joins the rows of its chunks, although the output of each call has other rows."""
+    rows = PairRule("output", "output", "rows(of='a', into='b')")
+    whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    (near,) = compare_returned([whole], [whole * 1.01], [rows]).differences
+    assert near.rel_l2 == pytest.approx(0.01, rel=1e-4)
+    # Other rows, and results that lack some or have other shapes, are not compared.
+    other: tuple[tuple[object, object], ...] = (
+        (whole, whole.flip(0)),
+        ({"x": whole, "y": whole}, {"x": whole}),
+        ({"x": whole, "y": whole}, {"x": whole, "y": whole[:3]}),
+        (whole, whole * math.nan),
+    )
+    for one, two in other:
+        assert compare_returned([one], [two], [rows]).differences == ()
+
+
+def test_a_stage_that_returns_nothing_loses_nothing_that_another_returns() -> None:
+    found = compare_returned([{"logits": torch.ones(2)}], [None, 2 * torch.ones(2)])
+    assert [each.rel_l2 for each in found.differences] == [1.0]
+    assert (found.left, found.lost) == (("target rank 0 returns nothing",), ())
+    # A value that no rank returns, or not the rank that the baseline has it on, is lost.
+    assert compare_returned([torch.ones(2)], [None, None]).lost
+    assert compare_returned([torch.ones(2), torch.ones(2)], [torch.ones(2), None]).lost
+
+
 def test_a_result_of_another_shape_clears_nothing_unless_it_may_be_a_part() -> None:
     whole, part = torch.ones(2, 4), torch.ones(2, 3)
     said = "the result has the shape [2, 4] on the baseline and [2, 3] on the target"
@@ -102,7 +128,7 @@ def test_values_of_ranks_that_cannot_be_paired_are_reported_as_not_compared() ->
     assert unexplained(returned=found).not_compared(with_lost=True) == [
         "2 baseline ranks and 3 target ranks return values, which cannot be paired."
     ]
-    moved = compare_returned([1.0], [1.0], [PairRule("x", "y", "rows(of='a', into='b')")])
+    moved = compare_returned([1.0], [2.0], [PairRule("x", "y", "rows(of='a', into='b')")])
     assert moved.left == ("the returned values have their rows in a different order on each side",)
 
 
