@@ -70,7 +70,7 @@ class Made:
             None,
             [],
             [],
-            SimpleNamespace(returned_not_repeated=["varies anyway"]),  # type: ignore[arg-type]
+            SimpleNamespace(returned_not_repeated=["varies anyway"], computed_in=""),  # type: ignore[arg-type]
             "one sided",
             NO_SETTINGS,
         )
@@ -153,6 +153,9 @@ class Made:
                 return made.evidence, made.split
 
             def _measured_without_partial_sums(self, evidence: Any) -> Any:
+                return evidence, {}
+
+            def _measured_without_parts_of_gradients(self, evidence: Any) -> Any:
                 return evidence, {}
 
             def _name(self, evidence: Any) -> Naming:
