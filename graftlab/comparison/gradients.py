@@ -34,13 +34,15 @@ class GradientFindings:
     """Sentences on differences of the gradients that both optimizers read, the most important first.
 
     ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if there
-    is none. ``unseen`` has sentences on what was not compared.
+    is none. ``unseen`` has sentences on what was not compared. ``losses`` is a sentence on losses that differ although
+    their gradients agree.
     """
 
     sentences: tuple[str, ...] = ()
     named: tuple[str, ...] = ()
     factor: float = 1.0
     unseen: tuple[str, ...] = ()
+    losses: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,55 @@ def judge_gradients(
         sentences += _where(baseline[0], target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
-    return GradientFindings(tuple(sentences), named, factor, tuple(unseen))
+    losses = "" if sentences else _differing_losses(baseline, target, paired)
+    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses)
+
+
+def _differing_losses(
+    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
+) -> str:
+    """A sentence on losses that differ although their gradients agree; blank if they agree, or cannot be compared.
+
+    One side may make several backward passes, of parts of the loss, and divide by their number in the loss or in the
+    gradients. Each rank may have its part of a batch.
+    """
+    if not all(each.losses for each in (*baseline, *target)):
+        return ""
+    ours, theirs = ([sum(each.losses) for each in side] for side in (baseline, target))
+    times = _factor_of_backward(baseline[0], target[0], paired)[0] or 1.0
+    scale = baseline[0].scale / target[0].scale
+    factors = {1.0, times, 1 / scale, times / scale, len(theirs) / len(ours), len(ours) / len(theirs)}
+    factors |= {len(target[0].losses) / len(baseline[0].losses)}
+    of_ranks = [(sum(ours), sum(theirs)), *((one, other) for one in ours for other in theirs)]
+    dtypes = {dtype for each in (baseline[0], target[0]) for dtype in each.dtypes.values()}
+    inside = {sample.dtype for each in (baseline[0], target[0]) for sample in each.of_results.values()}
+    limit = max(_SUM, 4 * max(roundoff(dtype) for dtype in dtypes | inside))
+    for one, other in of_ranks:
+        if any(math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for factor in factors):
+            return ""
+    shown = [", ".join(f"{value:.6g}" for value in side) for side in (ours, theirs)]
+    return (
+        f"The gradients agree, and the losses from which the backward passes begin differ: {shown[0]} on the baseline, "
+        f"{shown[1]} on the target. They differ by a part that no weight has a gradient of, or the loss that is shown "
+        "is not the one that is trained."
+    )
 
 
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
     """A sentence on a factor of the backward passes that the optimizers' gradients no longer have."""
+    times, what = _factor_of_backward(baseline, target, paired)
+    if times is None or abs(times - 1) <= _SUM:
+        return None
+    return (
+        f"The target's {what} that are {times:.4g} times the baseline's, and a later step divides them by "
+        "that factor: clipping does so only while it clips, a scaler always."
+    )
+
+
+def _factor_of_backward(
+    baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]
+) -> tuple[float | None, str]:
+    """The factor between what both sides' backward passes leave, without scalers, and what they leave, in words."""
     left = [
         (sample, target.accumulated[paired[name]])
         for name, sample in baseline.accumulated.items()
@@ -114,13 +160,7 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     what = "backward passes leave gradients"
     if not left:
         left, what = [*_common_results(baseline, target).values()], "loss gives the model's results gradients"
-    times = _factor_of_all(left, baseline.scale / target.scale)
-    if times is None or abs(times - 1) <= _SUM:
-        return None
-    return (
-        f"The target's {what} that are {times:.4g} times the baseline's, and a later step divides them by "
-        "that factor: clipping does so only while it clips, a scaler always."
-    )
+    return _factor_of_all(left, baseline.scale / target.scale), what
 
 
 def _is_unscaled(baseline: UpdateDescription, target: UpdateDescription) -> bool:

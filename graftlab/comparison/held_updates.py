@@ -87,6 +87,9 @@ def judge_held_updates(
     if answer == "agree" and not has_closure and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
         answer = "inconclusive"
         remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
+    if answer == "agree" and gradients.losses:
+        answer = "inconclusive"
+        remarks.insert(0, gradients.losses)
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))

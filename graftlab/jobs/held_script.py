@@ -125,6 +125,7 @@ class HeldScript:
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take over this call, the first one of a model in this process, and all later ones. Returns its result."""
         self._calls.install()
+        self._gradients.install()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -134,6 +135,7 @@ class HeldScript:
     def remove(self) -> None:
         """Hold nothing from now on."""
         self._calls.remove()
+        self._gradients.remove()
         for hook in self._hooks:
             hook.remove()
 
@@ -168,6 +170,7 @@ class HeldScript:
         if not self._rank.waits_in("call", self._count):
             return
         call = partial(module, *args, **kwargs)
+        self._gradients.is_paused = True
         self._rank.hold(
             HeldCall(
                 call,
@@ -179,6 +182,7 @@ class HeldScript:
                 others=self._others,
             )
         )
+        self._gradients.is_paused = False
 
     def _note_other(self, name: str) -> None:
         """Note a model that is not held, to report it if the script never calls the right one."""
@@ -221,9 +225,9 @@ class HeldScript:
             calls=self._calls_in_step,
             watch_calls=partial(_watch_calls, self._rank.choice) if has_closure else None,
         )
-        self._is_held = True
+        self._is_held = self._gradients.is_paused = True
         self._rank.hold(update)
-        self._is_held = False
+        self._is_held = self._gradients.is_paused = False
         self._previous = update.gradients
         self._begin_step()
 

@@ -56,7 +56,7 @@ class UpdateDescription:
     backward passes left before anything else changed them, and ``previous`` those of the last update. ``of_results``
     are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer
     lacks, ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor
-    in ``of_results``; 1 without one.
+    in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin.
     """
 
     optimizer: str
@@ -74,16 +74,32 @@ class UpdateDescription:
     scale: float = 1.0
     has_closure: bool = False
     """Whether the step itself calls the model, by a closure. Then it is described without being made."""
+    losses: tuple[float, ...] = ()
 
 
 class GradientWatch:
-    """Samples of the gradients of weights and of results, taken while a script's own backward passes run."""
+    """Samples of the gradients of weights and of results, taken while a script's own backward passes run.
+
+    While it ``is_paused``, backward passes are not the script's.
+    """
 
     def __init__(self) -> None:
         self.accumulated: dict[int, TensorSample] = {}
         self.of_results: dict[str, TensorSample] = {}
+        self.losses: list[float] = []
+        self.is_paused = False
+        self._backward = torch.autograd.backward
         # A script may make several models, one after the other.
         self._hooked = WeakTensorKeyDictionary()
+
+    def install(self) -> None:
+        """Note the numbers from which backward passes begin, from now on."""
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._note_loss
+
+    def remove(self) -> None:
+        """Note no further loss."""
+        torch.autograd.backward = self._backward
 
     def add_weights(self, model: torch.nn.Module) -> None:
         """Watch the gradients of a model's weights from now on."""
@@ -103,6 +119,14 @@ class GradientWatch:
         """Forget the last step's gradients."""
         self.accumulated.clear()
         self.of_results.clear()
+        self.losses.clear()
+
+    def _note_loss(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        # A loss that is held for gradients of its own is no number.
+        is_one = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not hasattr(tensors, "full_tensor")
+        if is_one and not (self.is_paused or torch.compiler.is_compiling()):
+            self.losses.append(float(tensors.detach()))
+        self._backward(tensors, *args, **kwargs)
 
     def _note(self, weight: torch.Tensor) -> None:
         if weight.grad is not None and weight.grad.layout == torch.strided:
@@ -191,6 +215,7 @@ class HeldUpdate:
             not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
             _scale_of_losses(),
             has_closure,
+            tuple(self._gradients.losses),
         )
 
     def show_inputs(self) -> None:

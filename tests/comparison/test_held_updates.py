@@ -516,3 +516,71 @@ def test_inputs_that_could_not_be_grafted_are_named_once() -> None:
         "the update from equal values for b, c: the baseline's value could not be grafted there."
     ]
     assert _not_taken(frame[:1]) == []
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def losses_found(ours: list[list[float]], theirs: list[list[float]], factor: float = 1.0, scale: float = 1.0) -> str:
+    """What is said of these losses of the ranks' backward passes, whose gradients agree after the division."""
+    whole = drawn(0)
+
+    def ranks(losses: list[list[float]], times: float) -> list[UpdateDescription]:
+        each = description({"w": whole}, {"w": times * whole})
+        return [replace(each, losses=tuple(own), scale=scale if losses is theirs else 1.0) for own in losses]
+
+    rows = [row("w", rank, whole, whole) for rank in range(len(theirs))]
+    found = judge_gradients(rows, ranks(ours, 1.0), ranks(theirs, factor), {})
+    assert found.sentences == () or factor != 1.0
+    return found.losses
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "more"),
+    [
+        ([[2.5]], [[2.501]], {}),
+        ([[2.5]], [[1.0, 1.5]], {}),
+        # Parts of the loss are not divided by their number; the gradients are.
+        ([[2.5]], [[2.0, 3.0]], {}),
+        # A scaler's factor is taken out of the gradients.
+        ([[2.5]], [[2560.0]], {"factor": 1024.0, "scale": 1024.0}),
+        # Each rank has its part of the batch, or of the sum, or all.
+        ([[2.5]], [[2.0], [3.0]], {}),
+        ([[2.5]], [[2.0], [0.5]], {}),
+        ([[2.5]], [[2.5], [2.5]], {}),
+        ([[2.5]], [[]], {}),
+    ],
+)
+def test_losses_that_parts_ranks_and_scalers_explain_agree(
+    ours: list[list[float]], theirs: list[list[float]], more: dict[str, float]
+) -> None:
+    assert losses_found(ours, theirs, **more) == ""
+
+
+@pytest.mark.parametrize("theirs", [[[2.6]], [[1.0, 1.6]], [[2.1], [3.1]], [[float("nan")]], [[2560.0]]])
+def test_losses_that_nothing_explains_are_reported_beside_equal_gradients(theirs: list[list[float]]) -> None:
+    said = losses_found([[2.5]], theirs)
+    assert said.startswith("The gradients agree, and the losses from which the backward passes begin differ: 2.5 on")
+
+
+def test_the_numbers_from_which_the_scripts_backward_passes_begin_are_noted() -> None:
+    watched, model = GradientWatch(), nn.Linear(2, 1)
+    original = torch.autograd.backward
+    watched.install()
+    try:
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        watched.is_paused = True
+        model(torch.ones(1, 2)).sum().backward()
+        watched.is_paused = False
+        # No number, so no loss.
+        model(torch.ones(2, 2)).backward(torch.ones(2, 1))
+    finally:
+        watched.remove()
+    assert torch.autograd.backward is original
+    assert watched.losses == [loss.item()]
+    step = partial(torch.optim.SGD.step, optimizer := torch.optim.SGD(model.parameters(), 0.1))
+    described = HeldUpdate(step, optimizer, {"Net": model}, watched, {}, number=1, calls=1).describe()
+    assert described.losses == (loss.item(),)
+    watched.begin_step()
+    assert watched.losses == []

@@ -237,3 +237,11 @@ def test_weights_of_another_dtype_are_listed_by_the_baselines_names() -> None:
         "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update below their rounding is "
         "lost.",
     ]
+
+
+def test_losses_that_differ_beside_equal_gradients_leave_an_update_inconclusive(made: Any) -> None:
+    made.gradients = GradientFindings(losses="The gradients agree, and the losses differ.")
+    compared = judged(made)
+    assert (compared.answer, compared.remarks[0]) == ("inconclusive", "The gradients agree, and the losses differ.")
+    made.named = ("w",)
+    assert judged(made).answer == "differ"
