@@ -273,6 +273,12 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
     )
 
 
+def test_another_loss_beside_equal_gradients_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} shifted", "--calls", "1")
+    assert answer["answer"] == "inconclusive", answer["text"]
+    assert "the losses from which the backward passes begin differ: " in str(answer["text"])
+
+
 @pytest.mark.parametrize("fault", [pytest.param("", marks=pytest.mark.soak), "wrong"])
 def test_a_padded_batch_is_compared_with_a_packed_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str

@@ -1,5 +1,5 @@
 """Three training steps of a model that is split over the ranks as in tensor parallel. ``rate`` doubles the learning
-rate; ``unreduced`` forgets the reduction of the backward pass.
+rate; ``unreduced`` forgets the reduction of the backward pass; ``shifted`` adds a constant to the loss.
 """
 
 import os
@@ -71,7 +71,8 @@ class Model(nn.Module):
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), 0.2 if "rate" in sys.argv else 0.1)
 for _ in range(3):
-    model(torch.randn(3, 16)).square().mean().backward()
+    loss = model(torch.randn(3, 16)).square().mean()
+    (loss + 0.5 if "shifted" in sys.argv else loss).backward()
     optimizer.step()
     optimizer.zero_grad()
 if RANKS > 1:
