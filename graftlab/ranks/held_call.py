@@ -293,6 +293,9 @@ class HeldCall:
         """Include a backward pass in each repetition from now on, and tap its gradients. Returns the reason if that
         fails; then repetitions are as before.
         """
+        if self._is_sharded() and any(tensor.requires_grad for _, tensor in tensors_by_path(self._state)):
+            # That pass would leave gradients where the script's own pass accumulates.
+            return "FSDP2 shards the weights, and an argument requires a gradient"
         self._set_backward(True)
         return self._called_once(self.drop_backward)
 
@@ -420,6 +423,9 @@ class HeldCall:
         The real gradients come from a loss that the script computes after the call. The backward pass is linear in
         them, so any gradients show a mistake in it.
         """
+        for model in self._models.values():
+            # Those that the call has gathered get no gradients.
+            _reshard(model)
         weights = {
             f"{prefix}{name}": weight
             for prefix, model in self._models.items()
@@ -434,12 +440,22 @@ class HeldCall:
             reached,
             [_gradient_of(place, tensor) for place, tensor in enumerate(reached)],
             retain_graph=True,
-            inputs=list(weights.values()),
+            inputs=None if self._is_sharded() else list(weights.values()),
         )
         handler = tap_handler()
         for name, weight in reversed(weights.items()):
             if handler is not None and weight.grad is not None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+
+    def _is_sharded(self) -> bool:
+        """Whether the call's graph ends in weights that FSDP2 has gathered, which are not those of the model.
+
+        FSDP2 reduces their gradients, unless the backward pass is for certain weights alone.
+        """
+        modules = (module for model in self._models.values() for module in model.modules())
+        return "torch.distributed.fsdp" in sys.modules and any(
+            isinstance(module, torch.distributed.fsdp.FSDPModule) for module in modules
+        )
 
     def end(self) -> None:
         """Remove the taps, and restore the state from before the first replay."""

@@ -23,6 +23,13 @@ from graftlab.taps.routing import handled_by
 RANKS = 2
 
 
+def gradients_of(held: HeldCall, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights' gradients of one call, or this rank's part of them."""
+    held()
+    left = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in left.items()}
+
+
 def hold_calls(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -33,6 +40,11 @@ def hold_calls(rank: int, folder: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     x = torch.randn(3, 8)
     expected = model(x)
+    plain = HeldCall(lambda: model(x), {"": model}, {"x": x}, WatchChoice())
+    assert plain.try_backward() is None
+    gradients = {name: each.clone() for name, each in gradients_of(plain, model).items()}
+    plain.end()
+    assert len(gradients) == 4
     mesh = init_device_mesh("cpu", (RANKS,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -43,7 +55,17 @@ def hold_calls(rank: int, folder: Path) -> None:
     assert held.try_backward() is None
     with handled_by(CountingHandler()):
         results = [held()[""] for _ in range(2)]
+    # The module at the root keeps its weights gathered after a call.
+    for _ in range(2):
+        found = gradients_of(held, model)
+        assert found.keys() == gradients.keys()
+        for name, part in found.items():
+            assert torch.allclose(part, gradients[name].chunk(RANKS)[rank], rtol=1e-4, atol=1e-5)
     held.end()
+    inputs = x.clone().requires_grad_()
+    with_graph = HeldCall(lambda: model(inputs), {"": model}, {"x": inputs}, WatchChoice())
+    assert with_graph.try_backward() == "FSDP2 shards the weights, and an argument requires a gradient"
+    with_graph.end()
     # Each call, and the script's own, begins where every rank has its part of the weights.
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
     for found in (*results, described.plain[""], model(x)):
