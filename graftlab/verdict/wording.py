@@ -153,7 +153,9 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     """The sentences before the conclusion, the conclusion, and those after it."""
     before = [*_raised(findings), *findings.inconclusive, *findings.not_grafted, *findings.unexplained]
     before += [*findings.without_output, *findings.extra_calls]
-    after = [*_hints(findings.hints), *findings.remarks]
+    # What is named goes beyond what quantising explains; the rest is only known within that.
+    is_beyond = bool(_computed(findings))
+    after = [*(findings.quantised if is_beyond else ()), *_hints(findings.hints), *findings.remarks]
     # If a group is named, a failed stage only leaves something out; if none is, that stage might have named one.
     (after if findings.named else before).extend(findings.failed)
     if findings.not_repeated:
@@ -161,7 +163,7 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *findings.may_be_inherited, *findings.quantised, *_data(findings)]
+    before += [*jobs.first, *findings.may_be_inherited, *(() if is_beyond else findings.quantised), *_data(findings)]
     # A function's own code may have computed the inputs of its model.
     before += lines_in_words(findings.lines, list(dict.fromkeys(findings.inputs)))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]

@@ -187,6 +187,8 @@ def test_what_quantising_does_not_explain_is_named(wrong: str, said: str) -> Non
     # The others explain a part of the difference of the output, which is no fault of the named module.
     apart = "The effect was measured with the baseline's outputs at the other quantised modules."
     assert (apart in text) is ("computed differently" in text)
+    # What goes beyond quantising comes first.
+    assert not text.startswith("The target's weights are quantised"), text
     assert "something outside the taps" not in text
 
 
