@@ -122,9 +122,10 @@ class GradientWatch:
         self.losses.clear()
 
     def _note_loss(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        # A loss that is held for gradients of its own is no number.
         is_one = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not hasattr(tensors, "full_tensor")
-        if is_one and not (self.is_paused or torch.compiler.is_compiling()):
+        # A pass from a given gradient shows no loss.
+        is_given = any(each is not None for each in (*args[:1], kwargs.get("grad_tensors")))
+        if is_one and not (is_given or self.is_paused or tensors.is_meta or torch.compiler.is_compiling()):
             self.losses.append(float(tensors.detach()))
         self._backward(tensors, *args, **kwargs)
 

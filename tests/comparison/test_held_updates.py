@@ -575,6 +575,8 @@ def test_the_numbers_from_which_the_scripts_backward_passes_begin_are_noted() ->
         watched.is_paused = False
         # No number, so no loss.
         model(torch.ones(2, 2)).backward(torch.ones(2, 1))
+        # Whose factor is in the gradient.
+        model(torch.ones(1, 2)).sum().backward(torch.tensor(0.5))
     finally:
         watched.remove()
     assert torch.autograd.backward is original
