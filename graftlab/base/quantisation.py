@@ -83,7 +83,7 @@ def _scale_extras(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def numbers_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the numbers of a weight, which its codes stand for, or which it has itself."""
+    """Return the numbers of a weight: those that its codes stand for, or its own."""
     weight = tensors[name]
     return by_extras(weight, _scale_extras(name, tensors)) if stored_codes(weight) is None else dequantised(weight)
 

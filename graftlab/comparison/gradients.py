@@ -104,6 +104,8 @@ def judge_gradients(
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
     losses = "" if sentences else _differing_losses(baseline, target, paired)
+    if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
+        unseen.append("the losses, because the backward passes of some ranks begin from no single number.")
     return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses)
 
 

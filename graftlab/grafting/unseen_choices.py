@@ -23,7 +23,7 @@ from graftlab.grafting.self_graft import CallKey, CountingHandler
 from graftlab.taps.routing import handled_by
 
 _MOST_RETURNED = 256
-"""This number of whole numbers hardly agrees by chance where they are chosen from different values."""
+"""This many whole numbers hardly agree by chance if they are chosen from different values."""
 _MOST_CHOSEN = 4096
 """Larger tensors of whole numbers are no tokens of such a result."""
 

@@ -99,7 +99,10 @@ class GradientWatch:
 
     def remove(self) -> None:
         """Note no further loss."""
-        torch.autograd.backward = self._backward
+        self.is_paused = True
+        if torch.autograd.backward == self._note_loss:
+            # Otherwise other code has replaced it since, and calls this.
+            torch.autograd.backward = self._backward
 
     def add_weights(self, model: torch.nn.Module) -> None:
         """Watch the gradients of a model's weights from now on."""

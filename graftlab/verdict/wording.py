@@ -117,7 +117,7 @@ class Findings:
     looked_in: str = "float32"
     """The dtype of those runs: float64 if only the call's operators, and not its numbers, could be widened."""
     gradient_parts: Sequence[str] = ()
-    """The groups of gradients of which each rank has a summand, and which were therefore not compared."""
+    """Groups of gradients that were not compared, because each rank has only a summand."""
     computed_in: str = ""
     """The coarsest dtype of 16 bits in which the baseline computes what the taps show in more bits; blank if none."""
     maps: Mapping[str, ShownMap] = field(default_factory=dict)

@@ -531,6 +531,8 @@ def losses_found(ours: list[list[float]], theirs: list[list[float]], factor: flo
 
     rows = [row("w", rank, whole, whole) for rank in range(len(theirs))]
     found = judge_gradients(rows, ranks(ours, 1.0), ranks(theirs, factor), {})
+    lacks = any(not each for each in (*ours, *theirs))
+    assert any(each.startswith("the losses, because") for each in found.unseen) is lacks
     assert found.sentences == () or factor != 1.0
     return found.losses
 
@@ -580,6 +582,16 @@ def test_the_numbers_from_which_the_scripts_backward_passes_begin_are_noted() ->
     finally:
         watched.remove()
     assert torch.autograd.backward is original
+    # Code that has replaced the function since then calls the watch, which notes nothing any more.
+    watched.install()
+    inner = torch.autograd.backward
+    torch.autograd.backward = lambda *args, **kwargs: inner(*args, **kwargs)
+    try:
+        watched.remove()
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.autograd.backward is not original
+    finally:
+        torch.autograd.backward = original
     assert watched.losses == [loss.item()]
     step = partial(torch.optim.SGD.step, optimizer := torch.optim.SGD(model.parameters(), 0.1))
     described = HeldUpdate(step, optimizer, {"Net": model}, watched, {}, number=1, calls=1).describe()

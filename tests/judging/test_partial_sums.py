@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
         self.up.weight = nn.Parameter(up[part].clone(), requires_grad=False)
         self.down.weight = nn.Parameter(down[:, part].clone(), requires_grad=False)
-        # Of a summand it makes another one.
+        # Its result is a summand too.
         self.drop = nn.Dropout(0.0)
 
 

@@ -56,7 +56,7 @@ def test_other_differences_are_not_stale_rows(target: Tensor) -> None:
 
 
 def test_rows_that_the_baseline_has_nowhere_are_in_no_wrong_place() -> None:
-    """A result is stacked from rows of which the target computes some differently, as with another adapter."""
+    """Some rows of a stacked result are computed differently, as with a different adapter."""
     own = torch.cat([OLD[:, :6], OTHER[:, :3]], 1)
     computed = {"layer": torch.cat([CACHE[:, 3:6], OTHER[:, :3]], 1)}
     assert stale_rows(CACHE, own, computed) is None
