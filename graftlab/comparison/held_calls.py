@@ -428,11 +428,16 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     cleared = replace(found, in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out=""))
     if answer_of(cleared, True, True) != "agree":
         return None
+    narrow = frame.loc[frame["dtype"].isin(_NARROW), "added"]
     # Bit-equal calls are right.
-    if not (frame.loc[frame["dtype"].isin(_NARROW), "added"] > 0).any() and not (found.computed_in and _moves(found)):
+    if not (found.after_taps and len(narrow)) and not (narrow > 0).any() and not (found.computed_in and _moves(found)):
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
-    if wide is None or wide.frame["dtype"].isin(_NARROW).any():
+    if wide is None:
+        return None
+    # What the call is given stays in 16 bits where only its operators compute in more.
+    is_given = (wide.frame["group"].map(kind_of_group) == "input") & (wide.frame["added"] == 0)
+    if wide.frame.loc[~is_given, "dtype"].isin(_NARROW).any():
         return None
     # It computes in more bits now, from numbers of 16 bits.
     wide = replace(wide, findings=replace(wide.findings, computed_in=""))
@@ -444,7 +449,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         looked = replace(found, in_float32=ratio, looked_in=wide.findings.looked_in, rounding=rounding)
         return Verdict(looked, runs)
     # Weights that differ by one rounding differ in float32, and whatever reads them.
-    is_of_code = wide.named and (wide.findings.weights_lent or not wide.findings.data)
+    is_of_code = (wide.named or wide.findings.unexplained) and (wide.findings.weights_lent or not wide.findings.data)
     return Verdict(wide.findings, runs) if answer == "differ" and is_of_code else None
 
 
@@ -582,8 +587,8 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
 
 
 def _moves(findings: Findings) -> bool:
-    """Whether some tap differs from its partner, or none shows whether it does."""
-    return findings.only_returned or bool((findings.frame["added"] > 0).any())
+    """Whether some tap or returned value differs from its partner, or none shows whether it does."""
+    return findings.only_returned or bool(findings.after_taps) or bool((findings.frame["added"] > 0).any())
 
 
 def _shows_output(findings: Findings) -> bool:

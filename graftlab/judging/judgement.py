@@ -323,6 +323,7 @@ class Judgement:
                 computed_in=_unseen_dtype(evidence.floors.computed_in, frame),
                 lines=lines,
                 only_returned=bool(split),
+                after_taps=_after_taps(evidence),
                 # The side that raises makes fewer calls, and these pair with the other side's first ones.
                 extra_calls=[]
                 if self._runs.raised is not None
@@ -758,6 +759,12 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups(stands_out=found.stands_out)
+
+
+def _after_taps(evidence: Evidence) -> float:
+    """How far returned values are apart (rel_l2) with the baseline's value at every tap, or if that failed, without."""
+    returned = evidence.returned if evidence.returned_grafted is None else evidence.returned_grafted
+    return 0.0 if returned is None else returned.most(evidence.floors.returned_not_repeated)
 
 
 def _only_before(evidence: Evidence, frame: pd.DataFrame) -> dict[str, str]:

@@ -120,6 +120,11 @@ class ReturnedValues:
                 found[path] = ValueDifference(what, rel_l2, over, is_written(path))
         return list(found.values())
 
+    def most(self, leave: Collection[str] = ()) -> float:
+        """The largest rel_l2 of a value, 0 without one. Those that ``leave`` describes are left out."""
+        distances = [each.rel_l2 for each in self.differences if value_in_words(each.path) not in leave]
+        return max((each for each in distances if not math.isnan(each)), default=0.0)
+
     @property
     def are_whole_numbers(self) -> bool:
         """Whether all returned values that were compared are whole numbers, such as tokens."""

@@ -116,6 +116,8 @@ class Findings:
     """The largest ratio of the same runs in float32, if they name nothing either; set for a call of 16 bits."""
     looked_in: str = "float32"
     """The dtype of those runs: float64 if only the call's operators, and not its numbers, could be widened."""
+    after_taps: float = 0.0
+    """How far the returned values are apart (rel_l2) in the run in which every tap was grafted."""
     gradient_parts: Sequence[str] = ()
     """Groups of gradients that were not compared, because each rank has only a summand."""
     computed_in: str = ""
@@ -372,7 +374,9 @@ def _nothing_named(findings: Findings) -> str:
         rounded = {_own_dtypes(row) for row in records(frame) if _is_coarse(row["dtype"])}
         sides = [f"the {side}" for place, side in enumerate(SIDES) if any(_is_coarse(each[place]) for each in rounded)]
         which = sides[0] if len(sides) == 1 else "both sides"
-        look = f"; run {which} in float32 for a closer look" if top else ", and all are bit-equal"
+        look = f"; run {which} in float32 for a closer look" if top or findings.after_taps else ", and all are bit-equal"
+        if not top and findings.after_taps:
+            measured += f"; the returned values differ by {findings.after_taps:.2g}, though all taps are bit-equal"
         return " ".join([*_casts(frame), f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}."])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
         most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"

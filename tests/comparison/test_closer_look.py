@@ -71,6 +71,32 @@ def test_a_mistake_below_one_rounding_is_found_in_float32(dtype: torch.dtype) ->
     assert "gelu(f32[2, 6, 64], approximate='tanh')" in text
 
 
+def capped(net: nn.Module | None, cap: float | None, x: torch.Tensor) -> torch.Tensor:
+    logits = (model("", torch.bfloat16) if net is None else net)(x)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["", "fused"])
+def test_a_mistake_after_the_last_tap_below_one_rounding_is_found_in_float32(way: str) -> None:
+    nets = model("", torch.bfloat16), model(way, torch.bfloat16)
+    comparison = gl.compare(partial(capped, nets[0], 30.0), partial(capped, nets[1], None), X.bfloat16())
+    with comparison.session:
+        assert comparison.answer == "differ"
+        first, second = comparison.text.splitlines()[:2]
+    assert first == "In bfloat16 the calls agree to rounding. In float32, from the same numbers, they differ:"
+    assert second.startswith("Something after the last tap")
+
+
+@pytest.mark.ranks
+def test_a_mistake_below_one_rounding_is_found_where_the_function_makes_its_model() -> None:
+    comparison = gl.compare(partial(capped, None, 30.0), partial(capped, None, None), X.bfloat16())
+    with comparison.session:
+        assert comparison.answer == "differ"
+        first = comparison.text.splitlines()[0]
+    assert first == "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they differ:"
+
+
 @pytest.mark.ranks
 def test_equal_calls_are_not_repeated_in_float32() -> None:
     answer, text = compared("", torch.bfloat16)
