@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,6 +71,8 @@ _NO_OUTPUT = (
 )
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
+_NEAR = 0.1
+"""Tensors further apart than this (rel_l2) are not the same to rounding."""
 _NARROW = ("bfloat16", "float16")
 # The words in a match's problems about weights that have another weight's values.
 _MOST_WEIGHTS = 4
@@ -155,21 +158,27 @@ class Repeats:
         by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
         reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
         """
-        if len(self.session.ranks) > 2:
-            # A rank that cannot run in float32 would keep the others waiting.
-            return None
         read = self.session.run(call_numbers, call_numbers)
-        numbers = _unequal_numbers(read.baseline[0], read.target[0], is_first)
+        if len(read.baseline) not in (1, len(read.target)):
+            return None
+        partners = read.baseline * len(read.target) if len(read.baseline) == 1 else read.baseline
+        unequal = [_unequal_numbers(*each, is_first) for each in zip(partners, read.target, strict=True)]
+        numbers = [each for each in unequal if each is not None]
         has = self.session.run(call_dtypes, call_dtypes)
         baseline, target = has.baseline[0], has.target[0]
         ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
-        if numbers is None or ours is None or theirs is None:
+        if len(numbers) < len(unequal) or ours is None or theirs is None:
             return None
         try:
-            run = self.session.run(partial(widen_call, {}, ours), partial(widen_call, numbers, theirs))
+            with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
+                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline")
+                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target"))
             if not any(each is not None for each in (*run.baseline, *run.target)):
                 return self.verdict(choice)
             self.session.run(narrow_call, narrow_call)
+            if len(self.session.ranks) > 2:
+                # A rank whose operators cannot run in float64 would keep the others waiting.
+                return None
             run = self.session.run(widen_operators, widen_operators)
             if any(each is not None for each in (*run.baseline, *run.target)):
                 return None
@@ -387,13 +396,28 @@ def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[s
     found = {}
     for path, value in target.items():
         partner = baseline.get(path)
-        if partner is not None and partner.shape == value.shape:
+        if partner is not None and partner.shape != value.shape:
+            partner = _part_near(partner, value)
+        if partner is not None:
             # The baseline reads it rounded likewise; see dtypes_to_round().
             if not _is_equal(partner := partner.to(value.dtype), value):
                 found[path] = partner
         elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
             return None
     return found
+
+
+def _part_near(whole: Tensor, value: Tensor) -> Tensor | None:
+    """The part of ``whole`` that a rank has as ``value``, as of a cache whose heads are split; None if none is near."""
+    if whole.dim() != value.dim():
+        return None
+    dims = [dim for dim, (one, other) in enumerate(zip(whole.shape, value.shape, strict=True)) if one != other]
+    if len(dims) != 1 or not value.numel() or whole.shape[dims[0]] % value.shape[dims[0]]:
+        return None
+    parts = torch.split(whole, value.shape[dims[0]], dims[0])
+    apart = [float((part.double() - value.double()).norm()) for part in parts]
+    nearest = min(range(len(parts)), key=apart.__getitem__)
+    return parts[nearest].contiguous() if apart[nearest] <= _NEAR * float(value.double().norm()) else None
 
 
 def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dtype]) -> dict[str, torch.dtype] | None:

@@ -31,6 +31,8 @@ from graftlab.verdict.added import coarser_dtype, measured_rows
 _CALLS = 3
 # The difference of means, as a multiple of the one expected of independent values. Right sums are far below it.
 _OF_CHANCE = 0.05
+# A mistake in all layers leaves sums this near the value, from summands that are far from it (rel_l2).
+_NEAR, _FAR = 0.1, 0.3
 _MOST_SHOWN = 4
 
 GRADIENTS = ("grad", "param_grad")
@@ -40,11 +42,13 @@ GRADIENTS = ("grad", "param_grad")
 class Summands:
     """The taps of a group at which the target's ranks have summands of the baseline's value.
 
-    In ``wrong`` ones, a minority, the summands do not add up to it.
+    In ``wrong`` ones the summands do not add up to it. If these are not a minority, ``off`` is how far their sums are
+    from it (rel_l2), which is near.
     """
 
     names: list[str]
     wrong: list[str]
+    off: float = 0.0
 
 
 def partial_sums(
@@ -65,16 +69,20 @@ def partial_sums(
     # Not all, because one of several layers may be wrong. What follows its summands then differs.
     right = {group: [call for call in found if _means_add_up(call, limits)] for group, found in calls.items()}
     likely = {group: found for group, found in right.items() if 2 * len(found) > len(calls[group])}
+    likely |= {group: found for group, found in calls.items() if group not in likely and all(map(_are_far, found))}
     keep = filter_of((call[0]["name"], kind_of(call[0]["tags"])) for found in likely.values() for call in found)
     if keep is None:
         return {}
     runs.both("whether ranks have partial sums", RunFilters(b2t="True", keep=keep))
     sums = {}
     for group, found in likely.items():
-        wrong = [call for call in found[:_CALLS] if not _add_up(runs, call, limits)]
-        if 2 * len(wrong) < len(found[:_CALLS]):
+        apart = [_sum_apart(runs, call) for call in found[:_CALLS]]
+        wrong = [call for call, off in zip(found, apart, strict=False) if off > _floor(call, limits)]
+        if 2 * len(wrong) < len(apart):
             wrong += [call for call in calls[group] if call not in found]
             sums[group] = Summands(_names(calls[group]), _names(wrong))
+        elif max(apart) < _NEAR and all(map(_are_far, calls[group])):
+            sums[group] = Summands(_names(calls[group]), _names(calls[group]), max(apart))
     return sums
 
 
@@ -138,7 +146,16 @@ def _means_add_up(call: Call, limits: Mapping[str, float]) -> bool:
     return bool(abs(whole - first["mean_baseline"]) <= max(of_chance * by_chance, rounding))
 
 
-def _add_up(runs: VerdictRuns, call: Call, limits: Mapping[str, float]) -> bool:
+def _are_far(call: Call) -> bool:
+    return all(row["rel_l2"] > _FAR for row in call.values())
+
+
+def _floor(call: Call, limits: Mapping[str, float]) -> float:
+    return max(assumed_floor([coarser_dtype(row) for row in call.values()])[0], _limit(call, limits))
+
+
+def _sum_apart(runs: VerdictRuns, call: Call) -> float:
+    """How far the sum of a call's tensors is from the baseline's (rel_l2); infinite if they are no summands."""
     pairs = []
     for rank, row in sorted(call.items()):
         tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
@@ -146,14 +163,14 @@ def _add_up(runs: VerdictRuns, call: Call, limits: Mapping[str, float]) -> bool:
             pairs.append(runs.pair(row["name"], rank, row["in_run"], {OCCURRENCE: row["occurrence"], **tags}))
         except SessionError:
             # A pair that did not fit the budget proves nothing.
-            return False
+            return math.inf
     if all(torch.equal(own, pairs[0][1]) for _, own in pairs):
         # Copies that are wrong by this factor, as if a sum had been divided by the number of ranks.
-        return False
+        return math.inf
     expected = real_parts(pairs[0][0]).double()
     found = torch.stack([real_parts(own).double() for _, own in pairs]).sum(0)
-    limit = max(assumed_floor([coarser_dtype(row) for row in call.values()])[0], _limit(call, limits))
-    return bool((found - expected).norm() <= limit * expected.norm())
+    off, size = float((found - expected).norm()), float(expected.norm())
+    return off / size if size else math.inf if off else 0.0
 
 
 def gradients_not_compared(parts: Mapping[str, list[str]]) -> list[str]:
@@ -171,11 +188,20 @@ def not_compared(sums: Mapping[str, Summands]) -> list[str]:
     """A sentence on the taps that were left out."""
     if not sums:
         return []
-    several = len(sums) > 1
-    wrong = [name for each in sums.values() for name in each.wrong]
-    but = f", but not at {first_of(wrong, _MOST_SHOWN)}" if wrong else ""
-    return [
-        f"{', '.join(sums)}: each rank of the target has a summand of {'these values' if several else 'this value'}, "
-        f"and together they add up to the baseline's{but}. What follows is judged without "
-        f"{'them' if several else 'it'}; gl.tap(..., layout=...) declares partial sums, and compares their sum."
-    ]
+    sentences = []
+    for add_up in (True, False):
+        groups = {group: each for group, each in sums.items() if (each.off == 0) is add_up}
+        if not groups:
+            continue
+        several = len(groups) > 1
+        wrong = [name for each in groups.values() for name in each.wrong]
+        but = f", but not at {first_of(wrong, _MOST_SHOWN)}" if wrong else ""
+        off = max(each.off for each in groups.values())
+        together = f"add up to the baseline's{but}" if add_up else f"differ from the baseline's by {off:.2g}"
+        sentences.append(
+            f"{', '.join(groups)}: each rank of the target has a summand of "
+            f"{'these values' if several else 'this value'}, and together they {together}. What follows is judged "
+            f"without {'them' if several else 'it'}; gl.tap(..., layout=...) declares partial sums, and compares their "
+            "sum."
+        )
+    return sentences

@@ -31,7 +31,7 @@ from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
-from graftlab.ranks.widening import WideTensors
+from graftlab.ranks.widening import TrialOfRanks, WideTensors
 from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
@@ -348,24 +348,43 @@ class HeldCall:
         }
         return {**dict(tensors_by_path({**self._models, **self._state})), **weights}
 
-    def widen(self, numbers: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.dtype]) -> str | None:
+    def widen(
+        self,
+        numbers: Mapping[str, torch.Tensor],
+        rounded: Mapping[str, torch.dtype],
+        trial: TrialOfRanks | None = None,
+    ) -> str | None:
         """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
         ``numbers`` has values that replace those that the call would read, by path. Those of ``rounded`` are rounded to
-        these dtypes, as the other side has them.
+        these dtypes, as the other side has them. With a ``trial``, all ranks of the side do the same, or none.
         """
+        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext())
+        if trial is not None and (failed := trial.end(reason)) is not None and reason is None:
+            self.narrow()
+            return failed
+        return reason
+
+    def _widened(
+        self,
+        numbers: Mapping[str, torch.Tensor],
+        rounded: Mapping[str, torch.dtype],
+        within: contextlib.AbstractContextManager[object],
+    ) -> str | None:
         self._restore()
         read = self._read()
         given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
         for path, dtype in rounded.items():
-            own = read[path].detach() if path not in numbers else numbers[path]
-            given[id(read[path])] = own.to(dtype).to(read[path].dtype)
+            if path in read:
+                own = read[path].detach() if path not in numbers else numbers[path]
+                given[id(read[path])] = own.to(dtype).to(read[path].dtype)
         try:
             self._wide = WideTensors(read.values(), given)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
-        return self._called_once(self.narrow)
+        with within:
+            return self._called_once(self.narrow)
 
     def widen_operators(self) -> str | None:
         """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
@@ -637,9 +656,16 @@ def call_dtypes() -> dict[str, torch.dtype]:
     return held_call().dtypes()
 
 
-def widen_call(numbers: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.dtype]) -> str | None:
-    """Repeat the held call in float32; see :meth:`HeldCall.widen`."""
-    return held_call().widen(numbers, rounded)
+def widen_call(
+    numbers: Sequence[Mapping[str, torch.Tensor]], rounded: Mapping[str, torch.dtype], trial: str
+) -> str | None:
+    """Repeat the held call in float32; see :meth:`HeldCall.widen`. ``numbers`` has those of each rank of this side, and
+    ``trial`` is the path of a file in which its ranks, if it has several, agree.
+    """
+    me = here()
+    if me is None or me.world_size == 1:
+        return held_call().widen(numbers[0], rounded)
+    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size))
 
 
 def widen_operators() -> str | None:

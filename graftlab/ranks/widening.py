@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.errors import SessionError
 
@@ -12,6 +16,9 @@ NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUDGET = 1 << 30
 """The most bytes of the wide copies."""
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of torch's operators between ranks."""
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class WideTensors:
@@ -58,3 +65,60 @@ class WideTensors:
             tensor.grad = None
             tensor.data = data
         self._narrow = []
+
+
+class TrialOfRanks(TorchDispatchMode):
+    """Lets the ranks of one side try a call in which each waits for the others: it succeeds on all of them, or on none.
+
+    Within it, a rank makes a collective only after all have come to the same one, with tensors of the same dtypes. So
+    none waits for a rank whose call has failed, or whose tensors are of another size. ``path`` is a file of this trial
+    alone, on the machine of these ``ranks``.
+    """
+
+    def __init__(self, path: str, rank: int, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store = FileStore(path, ranks)
+        self._rank, self._ranks = rank, ranks
+        self._count = 0
+        self._failure: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if func.namespace in _COLLECTIVES and name.partition("::")[2] not in _LOCAL:
+            if "send" in name or "recv" in name:
+                # Its two ranks may come to it at any point of their calls.
+                self._fail(f"it sends tensors from rank to rank ({name})")
+            given = pytree.tree_leaves((args, kwargs))
+            self._agree(" ".join([name, *(str(each.dtype) for each in given if isinstance(each, torch.Tensor))]))
+        return func(*args, **(kwargs or {}))
+
+    def end(self, reason: str | None) -> str | None:
+        """Tell the other ranks the ``reason`` of a failure; returns that, or one of theirs, or None if none failed."""
+        reason = reason or self._failure
+        if reason is not None:
+            self._post(reason)
+            return reason
+        try:
+            self._agree("the end of the call")
+        except (SessionError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    def _agree(self, place: str) -> None:
+        """Wait for the other ranks. Raises :class:`SessionError` if one has come to another place than this one."""
+        if self._failure is not None:
+            # The call has caught the exception, and the other ranks are no longer there.
+            raise SessionError(self._failure)
+        self._post(place)
+        for rank in range(self._ranks):
+            found = self._store.get(f"{rank}/{self._count}").decode()
+            if found != place:
+                self._fail(f"rank {rank} has come to {found!r}, and rank {self._rank} to {place!r}")
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._failure = reason
+        raise SessionError(reason)
+
+    def _post(self, place: str) -> None:
+        self._count += 1
+        self._store.set(f"{self._rank}/{self._count}", place)

@@ -374,8 +374,9 @@ def _nothing_named(findings: Findings) -> str:
         rounded = {_own_dtypes(row) for row in records(frame) if _is_coarse(row["dtype"])}
         sides = [f"the {side}" for place, side in enumerate(SIDES) if any(_is_coarse(each[place]) for each in rounded)]
         which = sides[0] if len(sides) == 1 else "both sides"
-        look = f"; run {which} in float32 for a closer look" if top or findings.after_taps else ", and all are bit-equal"
-        if not top and findings.after_taps:
+        differs = bool(top or findings.after_taps)
+        look = f"; run {which} in float32 for a closer look" if differs else ", and all are bit-equal"
+        if differs and not top:
             measured += f"; the returned values differ by {findings.after_taps:.2g}, though all taps are bit-equal"
         return " ".join([*_casts(frame), f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}."])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
