@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +122,24 @@ def test_caches_that_differ_by_rounding_are_equal_in_float32(
     assert "@input" not in printed
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_scripts")
+@pytest.mark.parametrize(
+    ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
+)
+def test_tensor_parallel_calls_are_looked_at_in_float32(
+    ways: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).with_name("scripts") / "cached.py"
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    assert main(["compare", str(script), f"{launcher} {script} {ways}", "--folder", str(tmp_path)]) == code
+    printed = capsys.readouterr().out
+    assert says in printed
+    if code:
+        assert "In bfloat16 the calls agree to rounding. In float32, from the same numbers, they differ:" in printed
+
+
 def rounded_weight() -> nn.Module:
     block = model("", torch.bfloat16)
     with torch.no_grad():
@@ -156,6 +175,13 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert _unequal_numbers({"x": same}, {"cache": other}, False) is None
     assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
     assert _unequal_numbers({"x": same}, {"x": other[:1]}, False) is None
+    # A rank's own heads of a cache, which differ by rounding.
+    whole = torch.arange(24.0).reshape(2, 4, 3)
+    (part,) = _unequal_numbers({"x": whole}, {"x": whole[:, 2:] + 1e-3}, False).values()  # type: ignore[union-attr]
+    assert torch.equal(part, whole[:, 2:])
+    assert _unequal_numbers({"x": whole}, {"x": whole[:, 2:].clone()}, False) == {}
+    for unlike in (whole[:, 2:] + 100, whole[:, 1:], whole[0], whole[:1, 2:], whole[:, :0]):
+        assert _unequal_numbers({"x": whole}, {"x": unlike}, False) is None
     # A cache of the other dtype is read as the baseline has it, in the target's.
     (read,) = _unequal_numbers({"x": other}, {"x": same.bfloat16()}, False).values()  # type: ignore[union-attr]
     assert torch.equal(read, other.bfloat16())

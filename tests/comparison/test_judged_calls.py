@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -255,7 +256,7 @@ def test_a_failure_in_float32_is_reported_by_its_first_line() -> None:
     assert (answer, remarks) == ("agree", ["Not checked: the same call in float32, which failed: run 9 failed"])
 
 
-def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     session, judge = Mock(ranks=[1, 2], closed=False), Mock(side_effect=RunError("run 9 failed"))
     monkeypatch.setattr(held_calls, "judge", judge)
     narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
@@ -271,11 +272,14 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
         return SimpleNamespace(baseline=ours, target=theirs)
 
     session.run.side_effect = run
+    session.folder = tmp_path
     fails: str | None = None
     with pytest.raises(RunError):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     widened = session.run.call_args_list[2].args
-    assert (widened[0].args, widened[1].args) == (({}, {}), ({"x": ONES}, narrow))
+    assert [each.args[:2] for each in widened] == [([{}], {}), ([{"x": ONES}], narrow)]
+    assert widened[0].args[2] != widened[1].args[2]
+    assert list(tmp_path.iterdir()) == []
     assert session.run.call_args.args == (narrow_call, narrow_call)
     fails = "no tensor of 16 bits was found"
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
@@ -293,11 +297,18 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
     answers[left_in_16_bits] = ([[]], [["bfloat16"]])
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
-    # A rank that cannot run in float32 would keep the others waiting.
+    # A rank whose operators cannot run in float64 would keep the others waiting.
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
+    answers[call_numbers] = ([{"x": ONES}], [{"x": MANY}, {"x": ONES}])
     assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
-    session.run.assert_not_called()
+    assert session.run.call_args_list[2].args[1].args[0] == [{"x": ONES}, {}]
+    assert widen_operators not in [call.args[0] for call in session.run.call_args_list]
+    # Ranks without a partner each.
+    session.run.reset_mock()
+    answers[call_numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
+    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    assert session.run.call_count == 1
 
 
 def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() -> None:

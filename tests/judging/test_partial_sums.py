@@ -69,7 +69,8 @@ class Split(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            h = layer.drop(layer.down(F.silu(layer.up(layer.norm(x)))))
+            sharp = 1.01 if self.fault == "activation" else 1.0
+            h = layer.drop(layer.down(F.silu(sharp * layer.up(layer.norm(x)))))
             if self.is_split and not (self.fault == "missing" and number == 1):
                 dist.all_reduce(h)
             if self.fault == "mean" and number == 1:
@@ -113,6 +114,15 @@ def test_wrong_summands_in_one_layer_are_named_there_alone(session: gl.Session) 
     verdict = session.verdict(forward, forward, args=("one rank",))
     assert verdict.named == ["layers.*.norm", "norm"]
     assert "they add up to the baseline's, but not at layers.1.down, layers.1.drop. What follows is" in verdict.text
+
+
+@pytest.mark.ranks
+def test_a_mistake_before_the_summands_of_all_layers_is_named_at_its_line(session: gl.Session) -> None:
+    verdict = session.verdict(forward, forward, args=("activation",))
+    assert "layers.*.down" not in verdict.named
+    assert "layers.*.norm" in verdict.named
+    assert any("F.silu(sharp" in source for source in verdict.lines["source"])
+    assert "has a summand of these values, and together they differ from the baseline's by 0.01" in verdict.text
 
 
 def forward_with_weights(fault: str) -> torch.Tensor:
@@ -178,11 +188,14 @@ class Runs:
     def found(self, limits: dict[str, float] | None = None, **fields: Any) -> list[str]:
         """The taps with summands, where a row of each rank has these ``fields``."""
 
+        return [name for each in self.sums(limits, **fields).values() for name in each.names]
+
+    def sums(self, limits: dict[str, float] | None = None, **fields: Any) -> dict[str, Summands]:
         def measured(rank: int, part: torch.Tensor) -> Any:
             return tap("sum", 1, rank=rank, **{**fields_of(self.whole, part), **fields})
 
         rows = to_frame([measured(rank, part) for rank, part in enumerate(self.parts)])
-        return [name for each in partial_sums(self, rows, limits or {}).values() for name in each.names]  # type: ignore[arg-type]
+        return partial_sums(self, rows, limits or {})  # type: ignore[arg-type]
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -198,8 +211,13 @@ def test_only_tensors_that_add_up_are_summands() -> None:
     assert "sum" in str(wanted.keep)
     # Their means add up, by chance.
     assert Runs(one + other, one, other.flip(0)).found() == []
-    # They add up but for more than rounding.
-    assert Runs(one + other, one, other + 1e-4 * drawn(2)).found() == []
+    # With a mistake in all layers the sums are near the value, and no further.
+    near = Runs(one + other, one, other + 1e-2 * drawn(2)).sums()["sum"]
+    assert near.wrong == ["sum"]
+    assert 1e-3 < near.off < 1e-1
+    assert Runs(one + other, one, other + 0.3 * drawn(2)).found() == []
+    # A copy that is near is no summand.
+    assert Runs(one, one, 1e-2 * drawn(2)).found() == []
     # Copies that are wrong by the number of ranks.
     assert Runs(2 * one, one, one).found() == []
     assert Runs(one + other, one, other, kept=False).found() == []
@@ -208,7 +226,8 @@ def test_only_tensors_that_add_up_are_summands() -> None:
 def test_summands_of_quantised_weights_add_up_to_what_quantising_explains() -> None:
     one, other = drawn(0), drawn(1)
     assert Runs(one + other, one, other + 0.01 * drawn(2)).found({"sum": 0.03}) == ["sum"]
-    assert Runs(one + other, one, other + 0.01 * drawn(2)).found({"another": 0.03}) == []
+    assert Runs(one + other, one, other + 0.01 * drawn(2)).sums({"sum": 0.03})["sum"].wrong == []
+    assert Runs(one + other, one, other + 0.01 * drawn(2)).sums({"another": 0.03})["sum"].wrong == ["sum"]
     assert Runs(one + other, one, other + 0.2 * drawn(2)).found({"sum": 0.03}) == []
 
 
@@ -222,19 +241,24 @@ def test_most_calls_of_a_group_must_add_up(monkeypatch: pytest.MonkeyPatch) -> N
             for layer, offset in enumerate(offsets)
             for rank, part in enumerate((one, other))
         ]
+        tensors.update({f"layers.{layer}.down": (one, other + offset) for layer, offset in enumerate(offsets)})
         return partial_sums(runs, to_frame(rows))  # type: ignore[arg-type]
 
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    monkeypatch.setattr(runs, "pair", lambda name, rank, *_: (one + other, tensors[name][rank]))
     names = [f"layers.{layer}.down" for layer in range(3)]
     assert found(0, 0.5, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
     assert found(0, 0.5, 0.5) == {}
     assert found(0, 0.5) == {}
     # The mean of this one is right.
     turned = other - 0.01 * (other - other.mean())
-    tensors = {names[1]: (one, turned)}
-    monkeypatch.setattr(runs, "pair", lambda name, rank, *_: (one + other, tensors.get(name, runs.parts)[rank]))
+    wrong: dict[str, tuple[torch.Tensor, torch.Tensor]] = {names[1]: (one, turned)}
+    monkeypatch.setattr(runs, "pair", lambda name, rank, *_: (one + other, {**tensors, **wrong}[name][rank]))
     assert found(0, 0, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
-    tensors[names[2]] = one, turned
-    assert found(0, 0, 0) == {}
+    wrong[names[2]] = one, turned
+    sums = found(0, 0, 0)["layers.*.down"]
+    assert sums.wrong == names
+    assert 0 < sums.off < 0.01
 
 
 def test_the_taps_after_summands_are_those_that_the_ranks_show_next() -> None:

@@ -1,26 +1,35 @@
 """A prefill and three decoding steps in bfloat16, with a cache among the arguments.
 
 With ``fused`` the attention rounds in another order, so the caches of two scripts differ by rounding. With ``wrong``
-the query of a decoding step is scaled by less than one rounding.
+the query of a decoding step is scaled by less than one rounding. Under torchrun each rank has some of the heads.
 """
 
+import os
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if RANKS > 1:
+    dist.init_process_group("gloo")
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.out = nn.Linear(32, 32, bias=False)
+        for each in (self.q, self.k, self.v):
+            each.weight, each.bias = (nn.Parameter(value.chunk(RANKS)[RANK]) for value in (each.weight, each.bias))
+        self.out.weight = nn.Parameter(self.out.weight.chunk(RANKS, 1)[RANK])
 
     def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
-        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
         if cache:
             k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
         cache.update(k=k.clone(), v=v.clone())
@@ -34,7 +43,10 @@ class Attention(nn.Module):
             if causal:
                 scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
             found = scores.float().softmax(-1).to(v.dtype) @ v
-        return self.out(found.transpose(1, 2).flatten(2))
+        result = self.out(found.transpose(1, 2).flatten(2))
+        if RANKS > 1:
+            dist.all_reduce(result)
+        return result
 
 
 class Model(nn.Module):
@@ -55,3 +67,5 @@ with torch.no_grad():
     model(torch.randint(0, 50, (1, 6)), caches)
     for token in (3, 7, 11):
         model(torch.tensor([[token]]), caches)
+if RANKS > 1:
+    dist.destroy_process_group()
