@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from graftlab.base.tap_groups import is_output, kind_of, kind_of_group
 from graftlab.base.tensor_bytes import as_bytes, real_parts
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import Side
 from graftlab.control.report import write_report
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
@@ -152,11 +153,13 @@ class Repeats:
         return judge(self.session, request)
 
     def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """Judge these runs in float32; None if the calls are not of 16 bits, or cannot run in float32.
+        """Judge these runs in float32; None if the numbers of both sides do not pair, or the calls round even then.
 
         Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
         by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
         reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
+
+        Raises :class:`SessionError` if the calls cannot run in float32.
         """
         read = self.session.run(call_numbers, call_numbers)
         if len(read.baseline) not in (1, len(read.target)):
@@ -173,15 +176,13 @@ class Repeats:
             with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
                 own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline")
                 run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target"))
-            if not any(each is not None for each in (*run.baseline, *run.target)):
+            failure = _failure(run)
+            if failure is None:
                 return self.verdict(choice)
             self.session.run(narrow_call, narrow_call)
-            if len(self.session.ranks) > 2:
-                # A rank whose operators cannot run in float64 would keep the others waiting.
-                return None
-            run = self.session.run(widen_operators, widen_operators)
-            if any(each is not None for each in (*run.baseline, *run.target)):
-                return None
+            # A rank whose operators cannot run in float64 would keep the others waiting.
+            if len(self.session.ranks) > 2 or _failure(self.session.run(widen_operators, widen_operators)) is not None:
+                raise SessionError(failure)
             # Writes into the call's own tensors still round to float32.
             floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
             verdict = self.verdict(replace(choice, floor=floor))
@@ -192,6 +193,13 @@ class Repeats:
         finally:
             if not self.session.closed:
                 self.session.run(narrow_call, narrow_call)
+
+
+def _failure(run: Run) -> str | None:
+    """Why a rank cannot repeat its call in more bits; None if all can."""
+    sides: dict[Side, list[Any]] = {"baseline": run.baseline, "target": run.target}
+    failed = (f"{side}[{rank}]: {each}" for side in sides for rank, each in enumerate(sides[side]) if each is not None)
+    return next(failed, None)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _BUDGET = 1 << 30
 """The most bytes of the wide copies."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of torch's operators between ranks."""
+_FAILED = "failed: "
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -96,7 +97,7 @@ class TrialOfRanks(TorchDispatchMode):
         """Tell the other ranks the ``reason`` of a failure; returns that, or one of theirs, or None if none failed."""
         reason = reason or self._failure
         if reason is not None:
-            self._post(reason)
+            self._post(_FAILED + reason)
             return reason
         try:
             self._agree("the end of the call")
@@ -112,6 +113,8 @@ class TrialOfRanks(TorchDispatchMode):
         self._post(place)
         for rank in range(self._ranks):
             found = self._store.get(f"{rank}/{self._count}").decode()
+            if found.startswith(_FAILED):
+                self._fail(f"rank {rank} {found}")
             if found != place:
                 self._fail(f"rank {rank} has come to {found!r}, and rank {self._rank} to {place!r}")
 

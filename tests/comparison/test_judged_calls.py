@@ -18,7 +18,7 @@ from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
-from graftlab.errors import MatchError, RecordingError, RunError
+from graftlab.errors import MatchError, RecordingError, RunError, SessionError
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
@@ -282,7 +282,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
     assert session.run.call_args.args == (narrow_call, narrow_call)
     fails = "no tensor of 16 bits was found"
-    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    with pytest.raises(SessionError, match=r"^target\[0\]: no tensor of 16 bits was found$"):
+        Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args.args == (narrow_call, narrow_call)
     assert judge.call_count == 1
     # A function's numbers of 16 bits may be out of reach; then its operators compute in float64.
@@ -301,7 +302,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
     answers[call_numbers] = ([{"x": ONES}], [{"x": MANY}, {"x": ONES}])
-    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    with pytest.raises(SessionError, match="no tensor of 16 bits"):
+        Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args_list[2].args[1].args[0] == [{"x": ONES}, {}]
     assert widen_operators not in [call.args[0] for call in session.run.call_args_list]
     # Ranks without a partner each.

@@ -70,8 +70,11 @@ def passes_on(rank: int, x: torch.Tensor) -> torch.Tensor:
 
 CALLS: dict[str, tuple[Callable[[int, torch.Tensor], torch.Tensor], list[str | None]]] = {
     "summed": (lambda rank, x: summed(x), [None, None]),
-    "fails alone": (fails_alone, ["rank 1 has come to", "TypeError: this rank wants bfloat16"]),
-    "fails late": (fails_late, ["rank 1 has come to 'TypeError: too late'", "TypeError: too late"]),
+    "fails alone": (
+        fails_alone,
+        ["rank 1 failed: TypeError: this rank wants bfloat16", "TypeError: this rank wants bfloat16"],
+    ),
+    "fails late": (fails_late, ["rank 1 failed: TypeError: too late", "TypeError: too late"]),
     "rounds alone": (rounds_alone, ["rank 1 has come to 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
     "recovers": (recovers, [None, None]),
     "insists": (insists, ["rank 1 has come to 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
