@@ -193,6 +193,24 @@ def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> N
     runs.verdict.assert_not_called()
 
 
+def test_taps_before_an_exception_are_matched_where_names_do_not_pair_or_if_asked() -> None:
+    proposal = Proposal((Pair("a", "x"),))
+    raises, others = held(raises="ValueError"), held(taps=("x", "y"))
+    for target, choice, wanted in (
+        (held(), None, False),
+        (held(), True, True),
+        (others, None, True),
+        (others, False, False),
+    ):
+        runs = Runs(found(), match=proposal)
+        comparison = runs.judge(raises, target, match=choice)
+        assert runs.session.edit.mock_calls == ([call(pairs=proposal)] if wanted else [])
+        assert (comparison.match, comparison.remarks) == (proposal if wanted else None, ())
+    comparison = Runs(found(label="culprit"), match=MatchError("no values are alike")).judge(raises, others)
+    assert (comparison.answer, comparison.runs, comparison.match) == ("differ", 7, None)
+    assert comparison.remarks == ("Taps could not be paired by value: no values are alike",)
+
+
 # ---- in float32 ------------------------------------------------------------------------------------------------------
 
 

@@ -405,6 +405,24 @@ def test_a_fused_weight_in_groups_of_heads_is_a_notice(small_bert: Port, gpt2: P
     assert any("h.1.attn.c_attn.weight has stack.1.query.weight" in notice for notice in match.notices), match.notices
 
 
+def test_rows_of_a_fused_weight_that_no_other_weight_has_are_counted() -> None:
+    qkv = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    fused = {"attn.qkv.weight": qkv}
+    for parts, rest in (
+        ({"q": qkv[:4], "k": qkv[4:8]}, "4 of 12 rows, 8 to 11, of it"),
+        ({"q": qkv[:4], "v": qkv[8:]}, "4 of 12 rows, 4 to 7, of it"),
+        ({"q": qkv[:4], "k": qkv[4:8], "v": qkv[8:]}, ""),
+    ):
+        split = {f"attn.{name}.weight": part.clone() for name, part in parts.items()}
+        match = gl.match_weights(fused, split)
+        assert match.clean
+        said = f"attn.qkv.weight is only partly used: the target lacks {rest}"
+        assert match.notices == ((said,) if rest else ())
+        match = gl.match_weights(split, fused)
+        said = f"attn.qkv.weight contains {', '.join(split)}; the baseline has no values for {rest}"
+        assert match.problems == ((said,) if rest else ())
+
+
 HEADS = {"q": 64, "k": 32, "v": 32, "o": 64}
 WIDTH = 24
 

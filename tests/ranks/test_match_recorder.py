@@ -12,6 +12,7 @@ from kit.grafters import StandInGrafter, become_rank
 
 import graftlab as gl
 from graftlab.layouts import parse_layout
+from graftlab.ranks import match_recorder
 from graftlab.ranks.match_recorder import (
     MatchGraft,
     MatchRecord,
@@ -20,6 +21,7 @@ from graftlab.ranks.match_recorder import (
     record_taps,
     recorded_value,
 )
+from graftlab.taps.calls import Here
 
 X, Y = torch.arange(8.0).reshape(2, 4), torch.arange(8.0, 16.0).reshape(2, 4)
 PLENTY = 1 << 20
@@ -114,6 +116,14 @@ def test_layouts_are_recorded_and_one_that_cannot_be_is_a_note() -> None:
     assert {name: each.layout.text for name, each in found.layouts.items()} == {"split": "shard(dim=0, mesh='tp')"}
     (note,) = found.notes
     assert note.startswith("unread: ")
+
+
+def test_a_layout_that_these_ranks_do_not_determine_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match_recorder, "here", lambda: Here("target", 0, 4, torch.device("cpu"), {}))
+    found = record(lambda: gl.tap("x", X, layout="t[tp] h[cp]"))
+    assert (values(found), found.layouts) == ({"x": X.tolist()}, {})
+    (note,) = found.notes
+    assert note.startswith("x: t[tp] h[cp]: it is unknown how 4 ranks are split over ['tp', 'cp']")
 
 
 # ---- what is overwritten --------------------------------------------------------------------------------------------
