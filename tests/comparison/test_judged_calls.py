@@ -31,7 +31,7 @@ from graftlab.ranks.held_call import (
     repeat_call,
     widen_operators,
 )
-from graftlab.ranks.held_functions import FunctionInFile
+from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups
 
@@ -467,6 +467,11 @@ def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
     monkeypatch.setattr(functions, "launch", lambda **options: session)
     made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0)
     assert made == (session, compiled, answer)
+    # Both sides hold the function's call before it is judged.
+    (defined,) = {*session.run.call_args.args}
+    assert (defined.func, defined.args) == (define_call, (FunctionInFile("a.py", "f"), None, None))
+    assert [name for name, *_ in session.mock_calls] == ["run", "compare_compiled"]
+    assert session.compare_compiled.call_args == call(functions.CALL, threshold=5.0, backend="eager")
     session.close.assert_not_called()
     session.compare_compiled.side_effect = RunError("run 1 failed")
     with pytest.raises(RunError):

@@ -307,8 +307,9 @@ def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) ->
 
 def test_a_weight_with_a_name_of_no_known_kind_is_not_a_mistake() -> None:
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    match = gl.match_weights({"fc.weight": weight}, {"fc.kernel": weight})
-    assert (match.problems, len(match.pairs)) == ((), 1)
+    for one, other in (("weight", "kernel"), ("kernel", "weight"), ("kernel", "bias"), ("table", "kernel")):
+        match = gl.match_weights({f"fc.{one}": weight}, {f"fc.{other}": weight})
+        assert (match.problems, len(match.pairs)) == ((), 1)
 
 
 def test_two_weights_of_one_layer_are_not_layers_in_a_different_order() -> None:
@@ -498,6 +499,22 @@ WRONG_HEADS: dict[str, tuple[Orders, bool, str]] = {
 @pytest.mark.parametrize("name", RIGHT_HEADS)
 def test_one_order_of_heads_throughout_an_attention_is_clean(name: str) -> None:
     match = attention_with(*RIGHT_HEADS[name])
+    assert match.clean, match
+
+
+def test_the_bias_of_an_output_projection_has_no_order_of_heads() -> None:
+    def reordered(value: torch.Tensor) -> torch.Tensor:
+        return value[in_heads(torch.arange(len(value))[:, None].expand(-1, WIDTH), 16)[:, 0]]
+
+    torch.manual_seed(0)
+    baseline = {f"h.{n}.attn.v_proj.weight": torch.randn(32, 24) for n in range(2)}
+    baseline |= {f"h.{n}.attn.v_proj.bias": torch.randn(32) for n in range(2)}
+    target = {name: reordered(value) for name, value in baseline.items()}
+    for n in range(2):
+        weight, bias = torch.randn(32, 24), torch.randn(24)
+        baseline |= {f"h.{n}.attn.o_proj.weight": weight.T.contiguous(), f"h.{n}.attn.o_proj.bias": bias}
+        target |= {f"h.{n}.attn.o_proj.weight": reordered(weight).T.contiguous(), f"h.{n}.attn.o_proj.bias": bias}
+    match = gl.match_weights(baseline, target)
     assert match.clean, match
 
 

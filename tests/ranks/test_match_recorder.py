@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,6 +69,18 @@ def test_values_are_sent_up_to_a_limit_and_the_others_held_for_later_calls() -> 
     assert recorded_value("y") is not None
     record(lambda: gl.tap("z", X))
     assert recorded_value("y") is None
+
+
+@pytest.mark.parametrize("send", [8, 0])
+def test_values_of_a_device_are_sent_or_held_on_the_host(send: int) -> None:
+    on_host = torch.ones(2)
+    on_device = Mock(numel=lambda: 2, element_size=lambda: 4, cpu=lambda: on_host)
+    tap: Any = SimpleNamespace(name="x", value=on_device, forget=Mock())
+    recorder: Any = SimpleNamespace(taps=[tap], layouts={}, skipped={}, notes=[])
+    held: dict[str, torch.Tensor] = {}
+    (found,) = match_recorder._record_of(recorder, send, held).taps
+    assert (found.value, held.get("x")) == ((on_host, None) if send else (None, on_host))
+    tap.forget.assert_called_once_with()
 
 
 def test_beyond_the_budget_taps_are_recorded_without_their_values() -> None:
