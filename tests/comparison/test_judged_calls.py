@@ -14,7 +14,14 @@ import torch
 
 from graftlab.comparison import functions, held_calls
 from graftlab.comparison.functions import compare_with_compiled
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
+from graftlab.comparison.held_calls import (
+    Comparison,
+    JudgingChoice,
+    Repeats,
+    _rounds_earlier,
+    judge_against_recording,
+    judge_held_calls,
+)
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError
@@ -212,6 +219,30 @@ def test_taps_before_an_exception_are_matched_where_names_do_not_pair_or_if_aske
 
 
 # ---- in float32 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_earlier"),
+    [
+        (ONES * 1.01, HALF, True),
+        # The baseline's, rounded.
+        (ONES * 1.001, HALF, False),
+        (ONES[:2] * 1.01, HALF, False),
+        (HALF * 1.01, HALF, False),
+        (ONES * 1.01, ONES, False),
+        (ONES * 1.01, HALF.half(), False),
+    ],
+    ids=["earlier", "rounded", "other shape", "both narrow", "neither", "not computed in"],
+)
+def test_a_result_of_16_bits_that_is_not_the_wide_one_rounded_may_round_earlier(
+    ours: torch.Tensor, theirs: torch.Tensor, is_earlier: bool
+) -> None:
+    said = _rounds_earlier([held(ours)], [held(theirs)], found(dtype="bfloat16"))
+    assert (said is not None) is is_earlier
+    if said is not None:
+        assert said.startswith(
+            "Both sides compute in bfloat16, and only the baseline has the returned value in float32."
+        )
 
 
 def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:

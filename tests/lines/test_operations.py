@@ -33,7 +33,7 @@ def recorded(recorder: OperationRecorder, name: str) -> Operation:
     return next(each for each in recorder.operations if each.name == name)
 
 
-def test_arguments_that_cannot_be_hashed_are_told_apart_by_their_kind_alone() -> None:
+def test_arguments_that_cannot_be_hashed_are_known_by_their_kind_alone() -> None:
     described = [_described(each) for each in (3, 4, [3, "a"], [3, "b"], {3}, {4}, {3: 4}, True, 1, 1.0)]
     assert all(isinstance(hash(each), int) for each in described)
     sets = described[4:6]

@@ -215,7 +215,7 @@ def test_kind_name_and_order_decide_between_equal_values() -> None:
     [lambda x: x, torch.t, lambda x: x[4:8], lambda x: x.view(4, 4, 32).transpose(1, 2)],
     ids=["same", "transposed", "part", "rearranged"],
 )
-def test_a_tap_of_which_only_a_sketch_is_kept_is_found_too(
+def test_a_tap_with_nothing_but_a_sketch_is_found_too(
     taken: Callable[[Tensor], Tensor], whole_kept: bool, part_kept: bool
 ) -> None:
     whole = values(16, 32, seed=3)
