@@ -393,7 +393,7 @@ def test_operations_are_tapped_again_when_a_checkpoint_repeats_them(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_inside_a_module_is_left_out_with_one_warning(recorder: Recorder, reentrant: bool) -> None:
+def test_a_checkpoint_inside_a_module_is_left_out_with_a_warning(recorder: Recorder, reentrant: bool) -> None:
     def function(module: Any, x: torch.Tensor) -> torch.Tensor:
         before = x * 2
         return checkpoint(lambda y: (y * 3).exp(), before, use_reentrant=reentrant)
