@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graftlab.layouts import Layout, parse_layout
-from graftlab.matching.contradictions import fills, in_part, odd_layouts, other_parts, uncovered
+from graftlab.matching.contradictions import fills, in_groups, in_part, odd_layouts, other_parts, uncovered
 from graftlab.matching.pair import Pair
 
 TURNED = "a b -> b a"
@@ -105,3 +105,17 @@ def test_layouts_that_do_not_fit_a_shape_cover_none_of_it() -> None:
     assert uncovered([first, last], (4, 2)) is None
     assert bool((uncovered([of_three], (4, 2)) == torch.ones(4, 2, dtype=torch.bool)).all())
     assert (fills(last, gap), fills(first, gap), fills(of_three, gap), fills(Layout(), gap)) == (True, *[False] * 3)
+
+
+def test_parts_by_groups_of_heads_are_named_in_layers_with_a_tap_that_does_not_match() -> None:
+    groups = [
+        pair("h.0.qkv", f"l.0.{name}", f"part(dim=0, index={n}, of=[1, 1, 1], groups=2)")
+        for n, name in enumerate("qkv")
+    ]
+    found = in_groups(groups, {"l.0.mlp"})
+    assert [each.tap for each in found] == ["l.0.q", "l.0.k", "l.0.v"]
+    assert found[0].text.startswith("l.0.q is taken out of h.0.qkv by groups of heads (")
+    assert in_groups(groups, {"l.1.mlp"}) == []
+    one_group = [pair("h.0.qkv", "l.0.q", "part(dim=0, index=0, of=[1, 1, 1])")]
+    fused = [pair("h.0.q", "l.0.qkv", "part(dim=0, index=0, of=[1, 1, 1], groups=2)", whole="target")]
+    assert in_groups(one_group, {"l.0.mlp"}) == in_groups(fused, {"l.0.mlp"}) == []
