@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +83,15 @@ def test_wrong_usage_is_answered_in_one_line_before_anything_starts(
         code = ended.code
     assert code == 64
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_token_that_a_full_disk_cuts_off_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        status = main(["token", str(tmp_path / "token")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2
+    assert capsys.readouterr().err == "graftlab token: [Errno 27] File too large\n"
+    assert [*tmp_path.iterdir()] == []

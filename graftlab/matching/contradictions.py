@@ -195,8 +195,6 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
     for place, usual in usual_of.items():
         # Parts of one fused tensor have different layouts; only a minority is odd.
         odd = Counter(map(_arrangement, groups[place]))
-        if len(usual) < 2:
-            continue
         example = usual[0]
         targets = {each.target for each in usual}
         for pair in groups[place]:

@@ -82,7 +82,6 @@ def suspects(
             cosine, layout = max(
                 ((_cosine(layout, theirs, mine), layout) for layout in _layouts(other, tap, ways)),
                 key=lambda each: each[0],
-                default=(-math.inf, Layout()),
             )
             if cosine > -math.inf:
                 score = (

@@ -212,7 +212,7 @@ def _with_outputs_of_parts(
     outputs = {side: {tap.name: tap for tap in taps if not is_data(tap.tags)} for side, taps in sides.items()}
     found: list[Pair] = []
     for pair in _by_value(matcher):
-        if len(pair.layout.steps) != 1 or not isinstance(part := pair.layout.steps[0], Part) or part.dim != 0:
+        if len(pair.layout.steps) != 1 or not isinstance(part := pair.layout.steps[0], Part):
             continue
         weights = matcher.baseline[pair.baseline], matcher.target[pair.target]
         modules = module_of(pair.baseline), module_of(pair.target)

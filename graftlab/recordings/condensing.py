@@ -15,8 +15,8 @@ from graftlab.recordings.writer import PendingTap, RecordingWriter, tensor_diges
 
 # Sums of a sketch. With fewer, two tensors that differ are too likely to have like sketches.
 _LARGEST, _SMALLEST = 1024, 32
-# Bytes of a tap's line in the index, of its layout and of a tensor's entry in the header of its file.
-_LINE, _LAYOUT, _HEADER = 320, 64, 96
+# Bytes of a tap's line in the index, with its tensor's entry in the header of its file, and of its layout.
+_LINE, _LAYOUT = 320, 64
 
 
 def condense(folder: Path, into: Path, limit: int) -> list[str]:
@@ -33,7 +33,6 @@ def condense(folder: Path, into: Path, limit: int) -> list[str]:
         digests.append(tensor_digest(tensor))
         values[digests[-1]] = tensor
     left = limit - sum(_LINE + _LAYOUT + len(str(entry)) + len(entry.name) for entry in entries)
-    left -= _HEADER * len(values)
     size = _sketch_size(values, left)
     if not size:
         raise RecordingError(

@@ -83,11 +83,10 @@ class WatchedModules:
 
     def remove(self) -> None:
         for module, watched in self._modules:
-            known = _watched.get(module, [])
-            if watched in known:
-                known.remove(watched)
+            known = _watched[module]
+            known.remove(watched)
             if not known:
-                _watched.pop(module, None)
+                del _watched[module]
         self._modules = []
 
 

@@ -15,7 +15,14 @@ import torch
 
 from graftlab.comparison import functions, held_calls
 from graftlab.comparison.functions import compare_with_compiled
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_against_recording, judge_held_calls
+from graftlab.comparison.held_calls import (
+    Comparison,
+    JudgingChoice,
+    Repeats,
+    _rounds_earlier,
+    judge_against_recording,
+    judge_held_calls,
+)
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
@@ -32,7 +39,7 @@ from graftlab.ranks.held_call import (
     repeat_call,
     widen_operators,
 )
-from graftlab.ranks.held_functions import FunctionInFile
+from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups
 
@@ -194,7 +201,49 @@ def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> N
     runs.verdict.assert_not_called()
 
 
+def test_taps_before_an_exception_are_matched_where_names_do_not_pair_or_if_asked() -> None:
+    proposal = Proposal((Pair("a", "x"),))
+    raises, others = held(raises="ValueError"), held(taps=("x", "y"))
+    for target, choice, wanted in (
+        (held(), None, False),
+        (held(), True, True),
+        (others, None, True),
+        (others, False, False),
+    ):
+        runs = Runs(found(), match=proposal)
+        comparison = runs.judge(raises, target, match=choice)
+        assert runs.session.edit.mock_calls == ([call(pairs=proposal)] if wanted else [])
+        assert (comparison.match, comparison.remarks) == (proposal if wanted else None, ())
+    comparison = Runs(found(label="culprit"), match=MatchError("no values are alike")).judge(raises, others)
+    assert (comparison.answer, comparison.runs, comparison.match) == ("differ", 7, None)
+    assert comparison.remarks == ("Taps could not be paired by value: no values are alike",)
+
+
 # ---- in float32 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_earlier"),
+    [
+        (ONES * 1.01, HALF, True),
+        # The baseline's, rounded.
+        (ONES * 1.001, HALF, False),
+        (ONES[:2] * 1.01, HALF, False),
+        (HALF * 1.01, HALF, False),
+        (ONES * 1.01, ONES, False),
+        (ONES * 1.01, HALF.half(), False),
+    ],
+    ids=["earlier", "rounded", "other shape", "both narrow", "neither", "not computed in"],
+)
+def test_a_result_of_16_bits_that_is_not_the_wide_one_rounded_may_round_earlier(
+    ours: torch.Tensor, theirs: torch.Tensor, is_earlier: bool
+) -> None:
+    said = _rounds_earlier([held(ours)], [held(theirs)], found(dtype="bfloat16"))
+    assert (said is not None) is is_earlier
+    if said is not None:
+        assert said.startswith(
+            "Both sides compute in bfloat16, and only the baseline has the returned value in float32."
+        )
 
 
 def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
@@ -462,6 +511,11 @@ def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
     monkeypatch.setattr(functions, "launch", lambda **options: session)
     made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0)
     assert made == (session, compiled, answer)
+    # Both sides hold the function's call before it is judged.
+    (defined,) = {*session.run.call_args.args}
+    assert (defined.func, defined.args) == (define_call, (FunctionInFile("a.py", "f"), None, None))
+    assert [name for name, *_ in session.mock_calls] == ["run", "compare_compiled"]
+    assert session.compare_compiled.call_args == call(functions.CALL, threshold=5.0, backend="eager")
     session.close.assert_not_called()
     session.compare_compiled.side_effect = RunError("run 1 failed")
     with pytest.raises(RunError):

@@ -133,6 +133,15 @@ def test_the_build_makes_the_levels_that_are_chosen_from() -> None:
     assert list(hook.LEVELS["x86_64"]) == list(reversed(kernel.X86_LEVELS))
 
 
+def test_a_processor_has_each_instruction_that_its_level_is_compiled_to() -> None:
+    named = {"sse4.2": "sse4_2", "bmi": "bmi1"}
+    needed: set[str] = set()
+    for level, (options, _) in hook.LEVELS["x86_64"].items():
+        needed |= kernel.X86_LEVELS[level]
+        compiled_to = {option.removeprefix("-m") for option in options}
+        assert {named.get(each, each) for each in compiled_to} <= needed
+
+
 @built
 def test_the_results_have_the_names_of_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = [field.name for field in dataclasses.fields(DiffStats)]

@@ -206,6 +206,8 @@ FAMILIAR = [
     "all(part in name for part in name.split('_'))",
     "any(layer == i for i in range(3, 10) if i % 2 == 1)",
     "not any(layer == i for i in range(3, 10) if i % 2 == 0)",
+    "not any(layer == i for i in range(10) if i < 8 if i % 2 == 0)",
+    "all(layer == i for i in range(10) if i > 2 if i < 4)",
     "any(c == '_' for c in name) and all((1, True)) and not any([0, None])",
     "any(layer == layer for layer in [9])",
 ]

@@ -161,6 +161,29 @@ def test_a_view_of_a_gradient_in_a_helper_of_the_hook_is_not_written_either() ->
         assert in_a_view(world.target, 1.0) == (1.0, 16.0)
 
 
+def test_a_gradient_among_several_arguments_of_a_backward_is_not_written() -> None:
+    world = GrafterWorld(b2t="True")
+
+    def gradients_of(rank: Any, scale: float) -> tuple[float, float]:
+        class Passed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return x.clone(), x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+                return rank.tap("second", gradients[1])
+
+        x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+        # The engine passes one tensor to both summands.
+        ((Passed.apply(x)[1] + y) * scale).backward()
+        return x.grad.item(), y.grad.item()
+
+    assert gradients_of(world.baseline, 16.0) == (16.0, 16.0)
+    with pytest.warns(gl.GraftWarning, match="only gl.tap's result has the graft"):
+        assert gradients_of(world.target, 1.0) == (16.0, 1.0)
+
+
 def test_a_tensor_that_a_backward_made_itself_is_written_in_place() -> None:
     world = GrafterWorld(b2t="True")
 

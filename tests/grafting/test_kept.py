@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -321,13 +321,19 @@ def test_a_value_counts_only_where_it_is_not_a_received_tensor_as_it_came(same: 
         assert numbers(kept) == [1.0]
 
 
-def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself() -> None:
+@pytest.mark.parametrize(
+    "view",
+    [torch.Tensor.t, lambda received: received.view(torch.int32), torch.Tensor.flatten, lambda received: received[1:]],
+    ids=["transposed", "bits", "flat", "part"],
+)
+def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself(view: Callable[..., torch.Tensor]) -> None:
     kept, received = KeptPairs(), torch.arange(4.0).view(2, 2)
-    kept.add(the_input(received, torch.zeros(2, 2)), received.t())
+    value = view(received)
+    kept.add(the_input(received, torch.zeros(2, 2)), value)
     pair = kept.find("x", {})
     assert pair is not None
     assert pair.baseline is not None
-    assert pair.baseline.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert (pair.baseline.dtype, pair.baseline.tolist()) == (value.dtype, value.tolist())
 
 
 @pytest.mark.slow

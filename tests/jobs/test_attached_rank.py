@@ -368,6 +368,9 @@ def test_a_job_on_another_machine_logs_into_its_own_folder(tmp_path: Path) -> No
     assert rank._own_log() == tmp_path / "run" / "logs" / "target-1.log"
     assert stat.S_IMODE((tmp_path / "run" / "logs").stat().st_mode) == 0o700
     assert rank._own_log().parent.is_dir()
+    # Or, without a folder of its own, beside its rendezvous.
+    rank._config = GraftConfig(role="target", address=str(tmp_path / "rendezvous"))
+    assert rank._own_log() == tmp_path / "rendezvous" / "logs" / "target-1.log"
     # Without an endpoint of its own, it is reached where the session is.
     assert rank._own_address() == "10.0.0.1"
     rank._config = GraftConfig(role="target", address="127.0.0.1:29400")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+
+import pytest
 
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.job_connection import JobConnection
-from graftlab.ranks.messages import TapSeen, unpack_from_rank
+from graftlab.ranks.messages import PlanAdopted, TapSeen, unpack_from_rank
 
 
 def test_the_next_session_gets_every_tap_before_a_row_of_it() -> None:
@@ -19,3 +22,42 @@ def test_the_next_session_gets_every_tap_before_a_row_of_it() -> None:
     told = [unpack_from_rank(frame) for frame in SocketChannel(ends[2][1]).receive()]
     assert told == [TapSeen({"name": "hidden"}), TapSeen({"name": "out"})]
     assert line.generation == 1
+    line.seen({"name": "logits"})
+    told = [unpack_from_rank(frame) for frame in SocketChannel(ends[2][1]).receive()]
+    assert told == [TapSeen({"name": "logits"})]
+    # The end of the former session's wake socket shows that nothing comes from it any more.
+    assert ends[1][1].recv(1) == b""
+
+
+def test_a_session_that_wakes_slowly_or_is_gone_ends_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    wake, reader = socket.socketpair()
+    line = JobConnection(SocketChannel(ours), wake)
+    with contextlib.suppress(BlockingIOError):
+        while wake.send(bytes(4096)):
+            pass
+    line.adopted(1, 4)
+    reader.close()
+    line.adopted(2, 8)
+    told = [unpack_from_rank(frame) for frame in SocketChannel(theirs).receive()]
+    assert told == [PlanAdopted(1, 4), PlanAdopted(2, 8)]
+
+
+def test_taps_that_are_seen_while_the_next_session_gets_the_others_reach_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = [socket.socketpair() for _ in range(4)]
+    line, channel = JobConnection(SocketChannel(ends[0][0]), ends[1][0]), SocketChannel(ends[2][0])
+    line.seen({"name": "hidden"})
+    send = channel.send
+
+    def send_beside_another_thread(frame: bytes) -> None:
+        if len(line.taps) == 1:
+            # To the former session.
+            line.seen({"name": "out"})
+        send(frame)
+
+    monkeypatch.setattr(channel, "send", send_beside_another_thread)
+    line.reconnect(channel, ends[3][0])
+    told = [unpack_from_rank(frame) for frame in SocketChannel(ends[2][1]).receive()]
+    assert told == [TapSeen({"name": "hidden"}), TapSeen({"name": "out"})]

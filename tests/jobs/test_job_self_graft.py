@@ -16,8 +16,10 @@ from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter
+from graftlab.lines.operations import modes_in_force
+from graftlab.lines.traces import TraceRequest, WantedCall
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.messages import RunSelfGraft
+from graftlab.ranks.messages import RunSelfGraft, TraceSteps
 from graftlab.rows.schema import Row
 
 
@@ -208,3 +210,24 @@ def test_defects_end_graftlab_and_mistakes_of_the_user_are_raised(
     with pytest.raises(SessionError):
         use()
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_trace_that_is_cut_off_leaves_nothing_in_the_loop(is_over: bool, job: JobGrafter) -> None:
+    job.trace_steps(TraceSteps(2, TraceRequest([WantedCall("x", {}, 9, 0, 1)], frozenset()), 2))
+    step(job)
+    assert modes_in_force() == []
+    job.offer_plan(GraftPlan(version=2))
+    step(job)
+    # It begins with a step that is a multiple of two.
+    if not modes_in_force():
+        step(job)
+    assert len(modes_in_force()) == 1
+    assert job.line_traces() == (None, "")
+    if is_over:
+        job.end_run()
+    else:
+        job.offer_plan(GraftPlan(version=3))
+        step(job)
+    assert modes_in_force() == []
+    assert job.line_traces() == ([None], "")

@@ -10,12 +10,13 @@ import pytest
 from kit.processes import descriptors
 
 from graftlab.base.world import Place, RunInfo
-from graftlab.errors import SessionError
+from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.membership import Membership
 from graftlab.jobs.session_server import AgreedPlan
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.descriptors import SharedDescriptors
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
     LinkReport,
@@ -287,6 +288,27 @@ def test_a_membership_that_ends_leaves_no_memory_open(tmp_path: Path) -> None:
     assert descriptors() - before
     jobs.close()
     assert descriptors() <= before
+
+
+def test_a_world_without_memory_is_logged_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(shared: SharedDescriptors) -> None:
+        released.append(shared)
+        raise LaunchError("/dev/shm is full")
+
+    released: list[SharedDescriptors] = []
+    monkeypatch.setattr(SharedDescriptors, "make", make)
+    monkeypatch.setattr(SharedDescriptors, "release", lambda shared: released.append(shared))
+    jobs = Jobs(tmp_path)
+    jobs.come(0, 1, 2)
+    assert "the jobs cannot be connected: /dev/shm is full" in caplog.text
+    made, ended = released
+    assert made is ended
+    assert [jobs.heard(number) for number in range(3)] == [[], [], []]
+    with pytest.raises(SessionError, match="was abandoned"):
+        jobs.membership.share_of(jobs.ranks[0], 1)
+    jobs.close()
 
 
 def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Path) -> None:

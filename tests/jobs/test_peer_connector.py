@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from graftlab.exchange.arena import PAGE
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.keys import new_token
 from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs import peer_connector
 from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.ranks.messages import Contact
 
@@ -122,6 +124,15 @@ def test_a_process_that_expects_a_different_rank_shares_no_memory(
     answers = world.connectors[0]
     hand_over = answers._hand_over
     monkeypatch.setattr(answers, "_hand_over", lambda to, contact: hand_over(to, other_memory(contact)))
+    world.link()
+    assert [connector.kinds() for connector in world.connectors] == [((), (1,)), ((), (0,))]
+
+
+def test_memory_is_not_shared_with_a_process_of_another_user(
+    ranks: Callable[[int, int], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_connector, "peer_uid", lambda connection: os.getuid() + 1)
+    world = ranks(1, 1)
     world.link()
     assert [connector.kinds() for connector in world.connectors] == [((), (1,)), ((), (0,))]
 

@@ -91,6 +91,8 @@ def test_a_fault_in_the_proxy_ends_every_connection(caplog: pytest.LogCaptureFix
     assert ours.recv(1) == b""
     proxy.close()
     assert (far.closed, router.closed) == (True, True)
+    assert "the proxy for other machines failed; every connection through it ends" in caplog.text
+    assert "planted in the router" in caplog.text
     for descriptor in (router.ready, router.wake):
         os.close(descriptor)
     ours.close()

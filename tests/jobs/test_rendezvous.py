@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -86,6 +87,21 @@ def test_a_session_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: py
         ):
             place.connect(1.0)
         listener.close()
+
+
+def test_a_process_of_another_user_gets_no_answer_from_a_session(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gl.listen(baseline=1, target=1, folder=tmp_path), Rendezvous(tmp_path) as place:
+        connection = place.connect(1.0)
+        assert connection is not None
+        with connection:
+            monkeypatch.setattr(session_server, "peer_uid", lambda connection: os.getuid() + 1)
+            connection.settimeout(DEADLINE)
+            send_handshake(connection, StatusQuery(stacks=False))
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+    assert f"it belongs to user {os.getuid() + 1}, not {os.getuid()}" in caplog.text
 
 
 def test_processes_that_connect_and_are_silent_delay_no_other(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from graftlab.errors import SessionError
 from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
 from graftlab.matching.recorded_taps import RecordedTap
-from graftlab.ranks.match_recorder import forget_match, record_taps
+from graftlab.ranks.match_recorder import forget_match, record_taps, recorded_value
 
 
 def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
@@ -25,6 +26,21 @@ def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
     lost[3] = math.nan
     assert _alike(RecordedTap.of("x", lost), RecordedTap.of("x", lost.clone()))
     assert (_call("x"), _call("x#2")) == ("x#0", "x#2")
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_value_is_fetched_from_the_first_rank_of_its_side_that_has_it(side: Any) -> None:
+    asked: list[Any] = []
+
+    def run(**work: Any) -> Any:
+        asked.append({name: (each.func, each.args) for name, each in work.items()})
+        return SimpleNamespace(**{name: [None, torch.ones(3), torch.zeros(3)] for name in work})
+
+    match: Any = SimpleNamespace(_session=SimpleNamespace(run=run), _moved=5)
+    found = _MatchedRuns._fetch(match, side, "x")
+    assert found is not None
+    assert (found.tolist(), match._moved) == ([1.0] * 3, 29)
+    assert asked == [{side: (recorded_value, ("x",))}]
 
 
 def test_taps_of_all_ranks_come_in_one_order() -> None:

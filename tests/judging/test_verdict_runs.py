@@ -500,3 +500,19 @@ def test_a_search_for_a_shift_takes_enough_steps_whatever_a_run_takes(monkeypatc
     steps.runs._repeats = True
     assert steps.runs.misaligned_steps(rows(X)) is None
     assert len(searched) == 1
+
+
+def test_the_coarser_dtype_of_each_tap_whose_dtypes_differ_is_known() -> None:
+    casts = [
+        ("a", "float32", "float32 -> bfloat16"),
+        ("b", "float16", "float16 -> float32"),
+        # The coarsest of its calls counts.
+        ("c", "float32", "float32 -> float16"),
+        ("c", "float32", "float32 -> bfloat16"),
+        ("c", "float32", "float32 -> float16"),
+        ("moved", "bfloat16", "cpu -> cuda"),
+        ("same", "bfloat16", None),
+    ]
+    taps = [(name, {"name": name}, "compared") for name, _, _ in casts]
+    found = rows(*taps).assign(dtype=[dtype for _, dtype, _ in casts], cast=[cast for _, _, cast in casts])
+    assert verdict_runs.coarser_dtypes(found) == {"a": "bfloat16", "b": "float16", "c": "bfloat16"}

@@ -51,6 +51,9 @@ def test_sizes_by_name_are_outermost_first_and_repeat_for_data_parallel_groups(m
     assert [sorted(each.ranks) for each in meshes(("cp", "tp"), 8) if each] == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
     # Each rank says the same of the ranks that it shares a tensor with.
     assert len({mesh_on(("cp", "tp"), rank, 8) for rank in range(4)}) == 1
+    monkeypatch.setenv("GRAFTLAB_MESH", " ")
+    give_mesh(None)
+    assert mesh_on(("tp", "cp"), 0, 4) is None
     give_mesh({"tp": 4})
     assert mesh_on(("cp",), 0, 4) == Mesh()
     with pytest.raises(LayoutError, match="has 4 ranks, and this side 6"):
@@ -86,9 +89,14 @@ def test_megatrons_groups_are_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron(monkeypatch)
     assert mesh_on(("cp", "tp"), 1, 4) == GRID
     assert mesh_on(("sp", "ep"), 1, 4) == Mesh()
+    # An axis of one rank splits nothing.
+    assert mesh_on(("dp", "tp"), 1, 4) == Mesh((("tp", 2),))
     megatron(monkeypatch, sequence_parallel=True)
     give_mesh(None)
     assert mesh_on(("cp", "sp"), 1, 4) == Mesh((("cp", 2), ("sp", 2)))
+    imported(monkeypatch, "megatron.core.parallel_state", get_context_parallel_group=group(1, 3))
+    give_mesh(None)
+    assert mesh_on(("cp", "sp"), 1, 4) == Mesh((("cp", 2),), (1, 3))
 
 
 def test_groups_that_are_not_set_up_yet_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,15 +126,55 @@ def test_sglangs_attention_and_experts_divide_its_tensor_parallel_ranks(monkeypa
     assert mesh_on(("moe_ep", "moe_tp"), 3, 4) == Mesh((("moe_ep", 2), ("moe_tp", 2)))
     assert mesh_on(("ep",), 3, 4) == Mesh((("ep", 2),), (1, 3))
     assert mesh_on(("tp",), 3, 4) == Mesh((("tp", 4),))
+    # Without attention or experts in parallel, these axes have one rank.
+    imported(monkeypatch, "sglang.srt.distributed.parallel_state", get_tp_group=group(0, 1, 2, 3))
+    monkeypatch.delitem(sys.modules, "sglang.srt.layers.dp_attention")
+    give_mesh(None)
+    assert mesh_on(("attn_tp", "tp", "moe_tp", "ep"), 3, 4) == Mesh((("tp", 4),))
+
+
+class TorchGroup:
+    def __init__(self, name: str, *ranks: int) -> None:
+        self.group_desc = name
+        self.places = {rank: place for place, rank in enumerate(ranks)}
+
+
+def test_torchs_groups_that_are_named_for_an_axis_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [
+        TorchGroup("default_pg", 0, 1, 2, 3),
+        TorchGroup("mesh_tp", 3, 1),
+        TorchGroup("mesh_tp", 2, 0),
+        TorchGroup("mesh_cp", 0, 2),
+        TorchGroup("mesh_dp", 0, 1),
+        TorchGroup("mesh_dp", 1, 2),
+    ]
+    world = SimpleNamespace(pg_group_ranks={each: each.places for each in groups})
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))  # type: ignore[arg-type]
+    # In their order on the axis.
+    assert mesh_on(("tp",), 1, 4) == Mesh((("tp", 2),), (3, 1))
+    # This rank is in no group of the first, and in two different ones of the second.
+    assert mesh_on(("cp",), 1, 4) is None
+    assert mesh_on(("tp", "dp"), 1, 4) is None
 
 
 def test_vllms_groups_are_the_axes_and_an_irregular_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(0, 1), get_dp_group=group(0, 2))
     assert mesh_on(("dp", "tp"), 0, 4) == Mesh((("dp", 2), ("tp", 2)))
-    imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(0, 1), get_dp_group=group(0, 1))
+    # The second of these would have a rank 5.
+    for tp, dp in (((0, 1), (0, 1)), ((0, 3), (0, 2))):
+        imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(*tp), get_dp_group=group(*dp))
+        give_mesh(None)
+        with pytest.raises(LayoutError, match="not a grid of this side's 4 ranks"):
+            mesh_on(("dp", "tp"), 0, 4)
+
+
+def test_groups_that_are_known_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    megatron(monkeypatch)
+    assert mesh_on(("cp", "tp"), 1, 4) == GRID
+    imported(monkeypatch, "megatron.core.parallel_state", get_tensor_model_parallel_group=group(1))
+    assert mesh_on(("cp", "tp"), 1, 4) == GRID
     give_mesh(None)
-    with pytest.raises(LayoutError, match="not a grid of this side's 4 ranks"):
-        mesh_on(("dp", "tp"), 0, 4)
+    assert mesh_on(("cp", "tp"), 1, 4) == Mesh()
 
 
 def test_a_layout_finds_its_mesh_and_names_what_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

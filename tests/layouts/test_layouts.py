@@ -222,6 +222,13 @@ def test_parts_that_overlap_are_compared() -> None:
     assert torch.equal(joined.whole[:4], whole[:4])
 
 
+def test_a_part_beside_the_whole_is_compared_and_changes_nothing() -> None:
+    whole, part = tensor((6,)), Layout((Window(0, 2, 4),))
+    joined = join_parts([(Layout(), [whole]), (part, [whole[2:] + torch.tensor([0.0, 1.0, 0.0, 0.0])])], shape=(6,))
+    assert torch.equal(joined.whole, whole)
+    assert (joined.known, joined.disagreements[0].count) == (None, 1)
+
+
 def test_gate_and_up_that_alternate_row_by_row() -> None:
     gate, up = tensor((5, 3), seed=1), tensor((5, 3), seed=2)
     fused = torch.stack((gate, up), dim=1).flatten(0, 1)
@@ -270,6 +277,8 @@ def test_packed_and_padded_are_one_batch(lengths: list[int], more: int) -> None:
     assert torch.equal(Layout((Unpack(width),)).join([padded], lengths=lengths).whole, packed)
     assert torch.equal(Layout((Pack(),)).local(padded, lengths=lengths), packed)
     assert torch.equal(Layout((Pack(),)).join([packed], padded.shape, lengths).whole, padded)
+    # A batch of no sequences, as on a rank that has nothing to do.
+    assert Layout((Pack(),)).local(padded[:0], lengths=()).shape == packed[:0].shape
 
 
 def test_scaling_is_inverted_with_a_caveat_if_that_rounds() -> None:

@@ -71,6 +71,25 @@ def test_a_wrong_scale_is_lost_at_the_fused_call_and_at_the_eager_product() -> N
     assert sources(found.baseline)[0].startswith('scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1')
 
 
+def test_each_rank_is_compared_with_the_same_one_or_with_the_only_one() -> None:
+    def computes(count: int, factor: float = 1.0) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            for _ in range(count):
+                x = x * 2
+            return x.exp() * factor
+
+        return function
+
+    x = drawn(4, 8) / 100
+    ours, theirs = [trace(computes(1), x), trace(computes(3), x)], [trace(computes(1), x), trace(computes(3, 0.5), x)]
+    own, other = first_lost(ours, theirs, 0), first_lost(ours, theirs, 1)
+    assert (own.target, own.operations) == ([], (len(ours[0].operations), len(theirs[0].operations)))
+    assert other.operations == (len(ours[1].operations), len(theirs[1].operations))
+    assert other.operations[0] > own.operations[0]
+    assert "0.5" in other.target[0].operation.call
+    assert first_lost(ours[1:], theirs, 1).operations == other.operations
+
+
 def test_values_that_are_read_many_times_do_not_delay_the_search() -> None:
     def doubled(factor: float) -> Callable[[Tensor], Tensor]:
         def computes(x: Tensor) -> Tensor:

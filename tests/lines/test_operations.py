@@ -21,7 +21,7 @@ from graftlab.lines.fingerprints import (
     fingerprint,
     joined,
 )
-from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart
+from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart, _described
 from graftlab.lines.traces import SliceTrace, slice_of
 
 
@@ -31,6 +31,15 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def recorded(recorder: OperationRecorder, name: str) -> Operation:
     return next(each for each in recorder.operations if each.name == name)
+
+
+def test_arguments_that_cannot_be_hashed_are_known_by_their_kind_alone() -> None:
+    described = [_described(each) for each in (3, 4, [3, "a"], [3, "b"], {3}, {4}, {3: 4}, True, 1, 1.0)]
+    assert all(isinstance(hash(each), int) for each in described)
+    sets = described[4:6]
+    assert sets[0] == sets[1]
+    others = [each for each in described if each not in sets]
+    assert all((one == other) == (n == m) for n, one in enumerate(others) for m, other in enumerate(others))
 
 
 def test_an_operation_has_its_arguments_in_words_and_its_line_of_source() -> None:

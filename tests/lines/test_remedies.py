@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from graftlab.lines.first_lost import first_lost
 from graftlab.lines.operations import OperationRecorder
-from graftlab.lines.remedies import Remedy
+from graftlab.lines.remedies import Remedy, _of_same_shape
 from graftlab.lines.traces import SliceTrace, slice_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -269,3 +271,39 @@ def test_the_value_that_the_baseline_reads_there_is_tried_first() -> None:
 
     for target in (gated, gated_other_way):
         assert cures(remedies(plain, target)[0], plain, target)
+
+
+# ---- what could replace a result ------------------------------------------------------------------------------------
+
+
+def value(*shape: int, dtype: torch.dtype = torch.float32, sources: tuple[int, ...] = (), **more: Any) -> Any:
+    return SimpleNamespace(shape=shape, dtype=dtype, sources=sources, **{"tap": None, "is_parameter": False, **more})
+
+
+def test_a_result_may_be_replaced_by_known_values_of_its_shape() -> None:
+    values = {
+        1: value(2, 3),
+        2: value(3),
+        3: value(2, 3, dtype=torch.bfloat16),
+        4: value(2, 3, is_parameter=True),
+        5: value(2, 3),
+        # Another arrangement of the value 7, and of 8; the tap's value is not looked behind.
+        6: value(3, 2, sources=(20,)),
+        7: value(2, 3),
+        8: value(2, 3),
+        9: value(3, 2, sources=(21,), tap="x"),
+        # Computed from the value 11, and arranged by the region itself.
+        10: value(3, 2, sources=(22,)),
+        11: value(2, 3),
+        12: value(3, 2, sources=(23,)),
+        13: value(2, 3),
+        14: value(2, 3),
+    }
+    operations = [
+        SimpleNamespace(index=index, only_arranges=index != 22, inputs=[read])
+        for index, read in ((20, 7), (21, 8), (22, 11), (23, 13))
+    ]
+    trace = SimpleNamespace(values=values, operations=operations)
+    part: Any = SimpleNamespace(trace=trace, is_known=lambda number: number != 5)
+    region: Any = SimpleNamespace(made=14, inputs=[1, 2, 3, 4, 5, 6, 9, 10, 12], indices={23})
+    assert _of_same_shape(region, part) == [1, 7]

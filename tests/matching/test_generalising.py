@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graftlab.layouts import parse_layout
 from graftlab.matching.generalising import general_pairs
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
@@ -123,6 +124,19 @@ def test_a_general_pair_is_as_sure_and_as_near_as_the_weakest_of_its_calls() -> 
     ]
     (found,) = general_pairs(pairs, order)
     assert (found.baseline, found.sureness, found.rel) == ("x", "near", 3e-6)
+
+
+def test_calls_that_match_in_different_layouts_keep_their_own() -> None:
+    def general(*layouts: str) -> list[Pair]:
+        pairs = [Pair(f"x[t={t}]", f"y[t={t}]", parse_layout(layout)) for t, layout in enumerate(layouts)]
+        order = {"baseline": [each.baseline for each in pairs], "target": [each.target for each in pairs]}
+        return general_pairs(pairs, order)  # type: ignore[arg-type]
+
+    assert [(each.baseline, each.layout.text) for each in general("a b -> b a", "same")] == [
+        ("x[t=0]", "a b -> b a"),
+        ("x[t=1]", "same"),
+    ]
+    assert [(each.baseline, each.target) for each in general("same", "same")] == [("x", "y")]
 
 
 def test_a_split_is_written_by_the_size_that_all_calls_share() -> None:

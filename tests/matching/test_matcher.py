@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -207,6 +207,48 @@ def test_kind_name_and_order_decide_between_equal_values() -> None:
     }
     assert "has the same values as" in proposal.of_target("again")[0].note
     assert proposal.order == {"baseline": ("norm", "drop", "fc"), "target": ("ln", "d", "again", "proj")}
+
+
+@pytest.mark.parametrize(("whole_kept", "part_kept"), [*itertools.product([True, False], repeat=2)])
+@pytest.mark.parametrize(
+    "taken",
+    [lambda x: x, torch.t, lambda x: x[4:8], lambda x: x.view(4, 4, 32).transpose(1, 2)],
+    ids=["same", "transposed", "part", "rearranged"],
+)
+def test_a_tap_with_nothing_but_a_sketch_is_found_too(
+    taken: Callable[[Tensor], Tensor], whole_kept: bool, part_kept: bool
+) -> None:
+    whole = values(16, 32, seed=3)
+    part = taken(whole).clone()
+    outer, inner = RecordedTap.of("h", whole, keep=whole_kept), RecordedTap.of("x", part, keep=part_kept)
+    found = find(outer, inner)
+    assert found is not None
+    assert torch.equal(found.layout.local(whole), part)
+    # Only what was compared whole is bit-equal.
+    assert (found.exact, found.sampled) == ((True, False) if whole_kept and part_kept else (False, True))
+    others = RecordedTap.of("y", values(*part.shape, seed=4), keep=part_kept)
+    assert find(outer, others) is None
+
+
+@pytest.mark.parametrize(("count", "is_found"), [(64, True), (65, False)])
+def test_a_part_is_found_in_a_whole_of_at_most_64_of_its_size(count: int, is_found: bool) -> None:
+    whole = values(count, 16, seed=3)
+    part, repeated = whole[4].clone(), whole[4].repeat(count, 1)
+    for outer, inner in ((whole, part), (part, repeated)):
+        assert (find(RecordedTap.of("h", outer), RecordedTap.of("x", inner)) is not None) is is_found
+
+
+def test_a_pair_by_rule_keeps_its_partner_from_a_module_that_passes_the_graft_on() -> None:
+    graft, wrong = values(6, 8, seed=5), values(6, 8, seed=6)
+    baseline = [tap("h.0.passed_on", graft, 0), tap("h.0.mlp", graft, 1)]
+    target = [tap("layers.0.ffn", wrong, 0), tap("layers.0.mlp", graft, 1)]
+    before = Proposal((Pair("h.0.mlp", "layers.0.ffn", sureness="rule"),))
+    paired = {pair.target: pair.baseline for pair in match_taps(baseline, target, before=before, guesses=False).pairs}
+    assert paired["layers.0.mlp"] == "h.0.passed_on"
+    # A guess reserves nothing.
+    before = Proposal((Pair("h.0.mlp", "layers.0.ffn", sureness="guess"),))
+    paired = {pair.target: pair.baseline for pair in match_taps(baseline, target, before=before, guesses=False).pairs}
+    assert paired["layers.0.mlp"] == "h.0.mlp"
 
 
 def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list[RecordedTap], list[RecordedTap]]:

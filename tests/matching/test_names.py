@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graftlab as gl
-from graftlab.matching.names import role_of, words_of
+from graftlab.matching.names import last_role, role_of, similarity, words_of
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,48 @@ def test_the_two_norms_of_a_block_are_known_by_their_customary_names(attention: 
     names = [f"layer.0.{each}.weight" for each in (attention, mlp)]
     assert [role_of(each.lower()) for each in names] == [role_of("h.0.norm1.weight"), role_of("h.0.norm2.weight")]
     assert None not in map(role_of, map(str.lower, names))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "h.0.attention.query_key_value.weight",
+        "h.0.attn.key_value.weight",
+        "h.0.mlp.gate_up.weight",
+        # Such code may norm before and after a block.
+        "h.0.feedforward.norm1.weight",
+        "h.0.pre_feedforward.ln_2",
+        # A count of operations of one kind.
+        "norm_1",
+    ],
+)
+def test_names_of_several_roles_or_of_one_that_varies_have_none(name: str) -> None:
+    assert role_of(name) is None
+
+
+def test_names_are_alike_by_their_words_the_last_above_all_and_by_their_numbers() -> None:
+    assert (
+        similarity("attn.norm", "mlp.norm") > similarity("attn.norm", "attn.proj") > similarity("attn.norm", "mlp.proj")
+    )
+    assert similarity("l.0.norm", "l.0.norm") == 1.0
+    assert 0.0 < similarity("l.0.norm", "l.1.norm") < 0.9
+    assert similarity("_", "a") == similarity("a", "_") == similarity("_", "_") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("attn.weight", "the weight"),
+        ("attn.in_proj_weight", "the weight"),
+        ("attn.in_proj_bias", "the bias"),
+        ("norm.gamma", "the weight"),
+        ("norm.beta", "the bias"),
+        ("norm.running_mean", "the running mean"),
+        ("weight.cache", None),
+    ],
+)
+def test_the_kind_of_a_parameter_is_the_last_word_of_its_name(name: str, kind: str | None) -> None:
+    assert last_role(name) == kind
 
 
 def test_constants_of_different_values_or_shapes_are_not_partners() -> None:

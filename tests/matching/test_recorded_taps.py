@@ -33,6 +33,15 @@ def test_a_distance_is_of_finite_pairs_and_infinite_where_only_one_number_is(
     assert relative_l2(np.array(expected, dtype), np.array(found, dtype)) == pytest.approx(distance)
 
 
+def test_a_tap_holds_the_values_of_a_parameter_and_no_graph() -> None:
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    for shown in (parameter, parameter * 2):
+        tap = RecordedTap.of("h", shown)
+        assert tap.value is not None
+        assert (tap.value.requires_grad, tap.value.tolist()) == (False, shown.tolist())
+        assert tap.elements is not None
+
+
 def test_a_tap_that_forgets_holds_nothing_beside_its_values() -> None:
     # In float32, so that its elements and its numbers in float64 are copies.
     tap = RecordedTap.of("h", torch.arange(100.0, dtype=torch.bfloat16))

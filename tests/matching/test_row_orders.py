@@ -15,7 +15,7 @@ from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
 from graftlab.layouts import Gather, Layout, Rearrange, Scale
 from graftlab.layouts.row_alignment import FoundRows
-from graftlab.matching.aligned_taps import AlignedTaps
+from graftlab.matching.aligned_taps import AlignedTaps, _merged
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -514,6 +514,35 @@ def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
     steps = (Gather.of_rows((2, 9), range(18), (18,)), Rearrange("(a b) -> a b", (("b", 9),)))
     found = Pair("ids", "ids", Layout(steps), rel=0.0)
     assert taps.real(found).layout == Layout()
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_call_with_a_third_of_the_other_sides_rows_is_found_on_either_side(is_turned: bool) -> None:
+    many = torch.arange(36) * 7 % 101
+    few = many[[20, 3, 17, 9, 30, 12, 25, 1, 33, 6, 14, 28]]
+    sides = [[RecordedTap.of("ids", rows)] for rows in ((many, few) if is_turned else (few, many))]
+    (order,) = row_orders(*sides, {"baseline": None, "target": None})
+    mine, theirs = (tap.value for (tap,) in sides)
+    assert mine is not None
+    assert theirs is not None
+    known = torch.from_numpy(order.index >= 0)
+    assert int(known.sum()) == 12
+    assert torch.equal(mine[torch.from_numpy(order.index)[known]], theirs[known])
+
+
+def test_two_gathers_of_rows_become_one_that_takes_the_same_rows() -> None:
+    first, second = Gather.of_rows((6,), [5, 3, -1, 0], (4,)), Gather.of_rows((4,), [2, 0, -1, 1, 3, 0], (2, 3))
+    other = Rearrange("a b c -> b a c")
+    steps = (first, second, other)
+    merged = _merged(steps)
+    assert [type(step) for step in merged] == [Gather, Rearrange]
+    x = torch.arange(1.0, 25.0).reshape(6, 4)
+    assert torch.equal(Layout(merged).local(x), Layout(steps).local(x))
+    # Not across another step, nor of other rows.
+    apart = (second, other, second)
+    assert _merged(apart) == apart
+    apart = (first, Gather.of_rows((2, 2), [3, 1], (2,)))
+    assert _merged(apart) == apart
 
 
 def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:

@@ -307,8 +307,9 @@ def test_rows_reordered_in_all_layers_are_a_notice_not_a_mistake(llama: Port) ->
 
 def test_a_weight_with_a_name_of_no_known_kind_is_not_a_mistake() -> None:
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    match = gl.match_weights({"fc.weight": weight}, {"fc.kernel": weight})
-    assert (match.problems, len(match.pairs)) == ((), 1)
+    for one, other in (("weight", "kernel"), ("kernel", "weight"), ("kernel", "bias"), ("table", "kernel")):
+        match = gl.match_weights({f"fc.{one}": weight}, {f"fc.{other}": weight})
+        assert (match.problems, len(match.pairs)) == ((), 1)
 
 
 def test_two_weights_of_one_layer_are_not_layers_in_a_different_order() -> None:
@@ -405,6 +406,24 @@ def test_a_fused_weight_in_groups_of_heads_is_a_notice(small_bert: Port, gpt2: P
     assert any("h.1.attn.c_attn.weight has stack.1.query.weight" in notice for notice in match.notices), match.notices
 
 
+def test_rows_of_a_fused_weight_that_no_other_weight_has_are_counted() -> None:
+    qkv = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    fused = {"attn.qkv.weight": qkv}
+    for parts, rest in (
+        ({"q": qkv[:4], "k": qkv[4:8]}, "4 of 12 rows, 8 to 11, of it"),
+        ({"q": qkv[:4], "v": qkv[8:]}, "4 of 12 rows, 4 to 7, of it"),
+        ({"q": qkv[:4], "k": qkv[4:8], "v": qkv[8:]}, ""),
+    ):
+        split = {f"attn.{name}.weight": part.clone() for name, part in parts.items()}
+        match = gl.match_weights(fused, split)
+        assert match.clean
+        said = f"attn.qkv.weight is only partly used: the target lacks {rest}"
+        assert match.notices == ((said,) if rest else ())
+        match = gl.match_weights(split, fused)
+        said = f"attn.qkv.weight contains {', '.join(split)}; the baseline has no values for {rest}"
+        assert match.problems == ((said,) if rest else ())
+
+
 HEADS = {"q": 64, "k": 32, "v": 32, "o": 64}
 WIDTH = 24
 
@@ -480,6 +499,22 @@ WRONG_HEADS: dict[str, tuple[Orders, bool, str]] = {
 @pytest.mark.parametrize("name", RIGHT_HEADS)
 def test_one_order_of_heads_throughout_an_attention_is_clean(name: str) -> None:
     match = attention_with(*RIGHT_HEADS[name])
+    assert match.clean, match
+
+
+def test_the_bias_of_an_output_projection_has_no_order_of_heads() -> None:
+    def reordered(value: torch.Tensor) -> torch.Tensor:
+        return value[in_heads(torch.arange(len(value))[:, None].expand(-1, WIDTH), 16)[:, 0]]
+
+    torch.manual_seed(0)
+    baseline = {f"h.{n}.attn.v_proj.weight": torch.randn(32, 24) for n in range(2)}
+    baseline |= {f"h.{n}.attn.v_proj.bias": torch.randn(32) for n in range(2)}
+    target = {name: reordered(value) for name, value in baseline.items()}
+    for n in range(2):
+        weight, bias = torch.randn(32, 24), torch.randn(24)
+        baseline |= {f"h.{n}.attn.o_proj.weight": weight.T.contiguous(), f"h.{n}.attn.o_proj.bias": bias}
+        target |= {f"h.{n}.attn.o_proj.weight": reordered(weight).T.contiguous(), f"h.{n}.attn.o_proj.bias": bias}
+    match = gl.match_weights(baseline, target)
     assert match.clean, match
 
 

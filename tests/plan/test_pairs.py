@@ -38,8 +38,9 @@ def test_both_sides_see_the_same_pair(layer: int) -> None:
     assert mine.name == f"h.{layer}.mlp"
 
 
-def test_a_pattern_reaches_no_number_below_zero() -> None:
-    plan = GraftPlan(pairs=[("h.{n}.mlp", "layers.{n+1}.ffn")])
+@pytest.mark.parametrize("baseline", ["h.{n}.mlp", "h.{n+1}.mlp", "h.{n+2}.mlp"])
+def test_a_pattern_reaches_no_number_below_zero(baseline: str) -> None:
+    plan = GraftPlan(pairs=[(baseline, "layers.{n+1}.ffn")])
     assert only(plan, "target", "layers.0.ffn").rule is None
 
 
@@ -115,6 +116,8 @@ def test_pairs_travel_and_are_equal_at_the_other_end() -> None:
     [
         (["ab"], "a pair is"),
         ("ab", "list of rules"),
+        (b"ab", "list of rules"),
+        ({"a": "b"}, "list of rules"),
         ([{"baseline": "a"}], "baseline= and target="),
         ([{"baseline": "a", "target": "b", "layer": 3}], "baseline= and target="),
         ([("h.{n}", "l.{m}")], "same numbers in braces"),

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kit.deadline import DEADLINE
 
 from graftlab.base import shipping
 from graftlab.base.world import RunInfo
+from graftlab.errors import SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.grafting.kept import KeptPair, KeptPairs
 from graftlab.plan.plan import GraftPlan
@@ -173,6 +175,18 @@ def test_an_unanswerable_question_is_refused_and_the_next_one_answered(notebook:
     assert isinstance(refused, Refusal)
     assert "dim" in refused.error
     assert notebook.ask(AskKeptTags(False)).tags == [{"name": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(SessionError("x is no longer kept"), "x is no longer kept"), (KeyError("x"), "KeyError: 'x'")]
+)
+def test_a_refusal_has_graftlabs_own_words_or_the_kind_of_the_error(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    monkeypatch.setattr(KeptPairs, "find", Mock(side_effect=error))
+    refused = notebook.ask(AskKeptPair("x", {}))
+    assert isinstance(refused, Refusal)
+    assert refused.error == said
 
 
 def test_the_end_of_the_notebook_is_reported_once(notebook: Notebook) -> None:

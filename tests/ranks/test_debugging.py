@@ -77,6 +77,18 @@ def test_frames_begin_with_the_users_own(work: Execute | Evaluate) -> None:
     assert "Oldest frame" in last.ask("u")
 
 
+def test_a_failure_outside_the_users_code_has_all_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debugging, "_ABOVE_USER_CODE", frozenset({__file__}))
+    last = LastFailure()
+    try:
+        outer(Held())
+    except ValueError as error:
+        last.keep(error)
+    frames = last.ask("w")
+    assert "outer()" in frames
+    assert "inner()" in frames
+
+
 @pytest.mark.parametrize("command", ["c", "n", "step", "jump 3", "interact", "q", "b 3"])
 def test_failed_code_cannot_be_resumed(last: LastFailure, command: str) -> None:
     with pytest.raises(gl.SessionError, match="cannot be resumed"):

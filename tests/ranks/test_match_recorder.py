@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kit.grafters import StandInGrafter, become_rank
 
 import graftlab as gl
 from graftlab.layouts import parse_layout
+from graftlab.ranks import match_recorder
 from graftlab.ranks.match_recorder import (
     MatchGraft,
     MatchRecord,
@@ -20,6 +23,7 @@ from graftlab.ranks.match_recorder import (
     record_taps,
     recorded_value,
 )
+from graftlab.taps.calls import Here
 
 X, Y = torch.arange(8.0).reshape(2, 4), torch.arange(8.0, 16.0).reshape(2, 4)
 PLENTY = 1 << 20
@@ -65,6 +69,18 @@ def test_values_are_sent_up_to_a_limit_and_the_others_held_for_later_calls() -> 
     assert recorded_value("y") is not None
     record(lambda: gl.tap("z", X))
     assert recorded_value("y") is None
+
+
+@pytest.mark.parametrize("send", [8, 0])
+def test_values_of_a_device_are_sent_or_held_on_the_host(send: int) -> None:
+    on_host = torch.ones(2)
+    on_device = Mock(numel=lambda: 2, element_size=lambda: 4, cpu=lambda: on_host)
+    tap: Any = SimpleNamespace(name="x", value=on_device, forget=Mock())
+    recorder: Any = SimpleNamespace(taps=[tap], layouts={}, skipped={}, notes=[])
+    held: dict[str, torch.Tensor] = {}
+    (found,) = match_recorder._record_of(recorder, send, held).taps
+    assert (found.value, held.get("x")) == ((on_host, None) if send else (None, on_host))
+    tap.forget.assert_called_once_with()
 
 
 def test_beyond_the_budget_taps_are_recorded_without_their_values() -> None:
@@ -114,6 +130,14 @@ def test_layouts_are_recorded_and_one_that_cannot_be_is_a_note() -> None:
     assert {name: each.layout.text for name, each in found.layouts.items()} == {"split": "shard(dim=0, mesh='tp')"}
     (note,) = found.notes
     assert note.startswith("unread: ")
+
+
+def test_a_layout_that_these_ranks_do_not_determine_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match_recorder, "here", lambda: Here("target", 0, 4, torch.device("cpu"), {}))
+    found = record(lambda: gl.tap("x", X, layout="t[tp] h[cp]"))
+    assert (values(found), found.layouts) == ({"x": X.tolist()}, {})
+    (note,) = found.notes
+    assert note.startswith("x: t[tp] h[cp]: it is unknown how 4 ranks are split over ['tp', 'cp']")
 
 
 # ---- what is overwritten --------------------------------------------------------------------------------------------

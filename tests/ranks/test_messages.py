@@ -235,6 +235,12 @@ def test_a_message_whose_fields_are_wrong_is_refused_with_the_field(fields: dict
         unpack_from_rank(b"m" + msgspec.msgpack.encode(fields))
 
 
+@pytest.mark.parametrize("ask", [AskKeptPair, AskKeptInput])
+def test_a_question_about_a_tap_is_sent_with_plain_tags_alone(ask: Any) -> None:
+    with pytest.raises(ValueError, match="tag 'layer' has a value that is not plain: a list"):
+        ask("x", {"step": 0, "layer": [3]})
+
+
 @given(st.binary(max_size=100), st.sampled_from([b"", b"m", b"x"]))
 def test_no_frame_raises_anything_else(data: bytes, kind: bytes) -> None:
     for unpack in (unpack_to_rank, unpack_from_rank):

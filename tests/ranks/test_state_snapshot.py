@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graftlab.ranks.state_snapshot import StateSnapshot
+from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
 
 NAN = float("nan")
 
@@ -157,6 +157,15 @@ def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
     write(model.last)
     written, _ = snapshot.written({"": model}, 1 << 20)
     assert sorted(written) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "last"]
+
+
+@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: {"k": x}, lambda x: SimpleNamespace(x=x)])
+def test_the_paths_of_tensors_end_at_a_depth_however_deep_their_containers_are(hold: Callable[[Any], Any]) -> None:
+    value: Any = torch.zeros(1)
+    for levels in range(3000):
+        assert levels > 5 or len([*tensors_by_path({"held": value})]) == 1
+        value = hold(value)
+    assert [*tensors_by_path({"held": value})] == []
 
 
 def test_tensors_without_room_are_named_and_smaller_ones_before_them_kept() -> None:

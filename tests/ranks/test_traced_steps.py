@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graftlab.base.tags import identity
 from graftlab.lines import operations
 from graftlab.lines.operations import modes_in_force
 from graftlab.lines.traces import SliceTrace, TraceRequest, WantedCall
@@ -160,3 +161,45 @@ def test_taps_of_other_threads_pass_through_untraced() -> None:
     job.traced.end()
     assert modes_in_force() == []
     assert (job.found(), job.grafter.taken) == ([None], ["doubled"])
+
+
+def with_inner_tap(*, grafted: bool, replace: bool = False, **tags: Any) -> tuple[SliceTrace | None, bool]:
+    """The trace of a step that also taps a product before its sum, and whether that tap returns what it is given."""
+    inner = identity({"name": "inner", "recompute_status": "original", **tags}), 0, 0
+    request = TraceRequest([WantedCall("doubled", {}, 0, 0, 2)], frozenset({inner} if grafted else ()))
+    grafter = Grafter()
+    traced = TracedSteps(request, 1, "target", grafter, grafter)
+    grafter.moment = (0, 1)
+    handler = traced.handler_at(1)
+    product = torch.arange(4.0) * 2
+    shown: torch.Tensor = handler.tap("inner", product, None, tags, replace)
+    assert torch.equal(shown, product)
+    handler.tap("doubled", shown + 1, None, {})
+    grafter.moment = (0, 2)
+    traced.handler_at(2)
+    [trace] = traced.traces or []
+    return trace, shown is product
+
+
+@pytest.mark.parametrize("grafted", [False, True])
+def test_only_a_grafted_call_cuts_off_the_operations_before_it(grafted: bool) -> None:
+    trace, _ = with_inner_tap(grafted=grafted)
+    assert trace is not None
+    assert [each.name for each in trace.operations] == (["add"] if grafted else ["arange", "mul", "add"])
+
+
+@pytest.mark.parametrize(
+    ("grafted", "replace", "tags", "is_copied"),
+    [
+        (True, True, {"kind": "grad"}, True),
+        (True, False, {"kind": "grad"}, False),
+        (True, True, {}, False),
+        (False, True, {"kind": "grad"}, False),
+    ],
+)
+def test_a_grafted_gradient_that_the_caller_takes_is_a_copy(
+    grafted: bool, replace: bool, tags: dict[str, str], is_copied: bool
+) -> None:
+    """Other branches that autograd gives the same tensor do not end at the tap."""
+    _, is_same = with_inner_tap(grafted=grafted, replace=replace, **tags)
+    assert is_same is not is_copied

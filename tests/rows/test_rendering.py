@@ -176,4 +176,5 @@ def test_the_text_of_a_frame_never_fills_a_screen(count: int) -> None:
     assert text.count("\n") <= 22
     assert len(text) <= 2048
     assert f"[{count} rows x {len(frame.columns)} columns]" in text
+    assert len(repr(frame[["note"]])) <= 2048
     assert repr(frame[["name"]].iloc[:3]) == repr(pd.DataFrame(frame[["name"]].iloc[:3]))

@@ -618,6 +618,8 @@ def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
     assert handler.take() == seen
 
     assert own_operators(gl.strip(program)) == 0
+    # What a user sees of it.
+    assert "ops.graftlab" not in program.graph_module.code
     torch.testing.assert_close(program.module()(X), expected)
     torch.testing.assert_close(program.run_decompositions().module()(X), expected)
     assert handler.seen == []

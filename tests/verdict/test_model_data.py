@@ -162,10 +162,10 @@ def test_a_weight_that_differs_on_some_ranks_alone_is_reported_with_them() -> No
         return row(1, name, "float32", rel_l2, kind="param")._replace(rank=rank)
 
     # Of layer 1, rank 0 has nothing: so none agrees.
-    rows = [on(0, "layers.0.n", 0.5), on(1, "layers.0.n", 0.0), on(2, "layers.0.n", 0.5), on(1, "layers.1.up", 0.5)]
-    (said,) = differing_data(to_frame([*rows, on(0, "layers.0.up", 0.0)]), 5.0)
+    rows = [on(0, "layers.0.n", 0.5), on(1, "layers.0.n", 0.0), on(2, "layers.0.n", 0.5), on(1, "layers.1.up.4", 0.5)]
+    (said,) = differing_data(to_frame([*rows, on(0, "layers.0.up.4", 0.0)]), 5.0)
     assert said.startswith(
-        "The weights already differ: layers.*.n in layer 0 on ranks 0, 2 alone (rel_l2 0.5), layers.*.up in layer 1 "
+        "The weights already differ: layers.*.n in layer 0 on ranks 0, 2 alone (rel_l2 0.5), layers.*.up.* in layer 1 "
         "(rel_l2 0.5)."
     )
 

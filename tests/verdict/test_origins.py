@@ -97,6 +97,16 @@ def test_a_comprehension_that_calls_a_module_is_not_named_as_a_function() -> Non
     assert origin.function is None
 
 
+def test_a_function_is_a_method_only_of_the_module_whose_input_is_right() -> None:
+    # The call comes from a method of a module between the two that has no tensor as its input.
+    calls = {**CALLS, "attn.o": ModuleCall("attn.o", ("attn.inner", "attn", MODEL), "project", True, 2)}
+    (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
+    assert (origin.modules["target"], origin.function, origin.is_method) == ("attn", "project", False)
+    calls["attn.o"] = replace(calls["attn.o"], within=("attn", MODEL))
+    (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
+    assert (origin.function, origin.is_method) == ("project", True)
+
+
 def test_a_module_that_differs_from_equal_inputs_is_wrong_itself() -> None:
     found = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 5.0))
     (origin,) = found.found

@@ -37,7 +37,8 @@ def line(file: Path, **values: Any) -> DifferingLine:
         **{"rank": 0, "file": str(file)},
         **values,
     }
-    usual["stack"] = (SourceFrame(str(file), usual["line"], "attend", usual["source"]),)
+    caller = SourceFrame(str(file.with_name("main.py")), 99, "main", "attend(q, k)")
+    usual["stack"] = (SourceFrame(str(file), usual["line"], "attend", usual["source"]), caller)
     return DifferingLine(**usual)
 
 

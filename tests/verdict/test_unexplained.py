@@ -149,14 +149,16 @@ def test_only_returned_numbers_that_were_measured_count_as_compared() -> None:
 def test_rows_of_requests_are_compared_in_any_order_where_wide_rows_show_it() -> None:
     hidden, scores = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(5.0)
     order = [3, 0, 4, 1, 2]
-    ours = {"hidden": hidden, "scores": scores, "tokens": [4, 5, 6, 7, 8], "other": scores[:4]}
+    loss = torch.tensor(2.5)
+    ours = {"hidden": hidden, "scores": scores, "tokens": [4, 5, 6, 7, 8], "other": scores[:4], "loss": loss}
 
     def theirs(factor: float = 1.0, tokens: list[int] | None = None) -> dict[str, object]:
         given = tokens or [ours["tokens"][place] for place in order]  # type: ignore[index]
-        return {"hidden": factor * hidden[order], "scores": scores[order], "tokens": given, "other": scores[:4]}
+        moved = {"hidden": factor * hidden[order], "scores": scores[order], "tokens": given}
+        return {**moved, "other": scores[:4], "loss": loss}
 
     found = compare_returned([ours], [theirs()], by_request=(5, 8))
-    assert [each.rel_l2 for each in found.differences] == [0.0, 0.0, 0.0, 0.0]
+    assert [each.rel_l2 for each in found.differences] == [0.0] * 5
     assert found.left[0] == "the order of the rows of the returned value ['hidden']"
     assert compare_returned([ours], [theirs(1.1)], by_request=(5, 8)).differences[0].rel_l2 == pytest.approx(0.1)
     # What is chosen for a request moves with its row, and not by itself.
@@ -278,6 +280,15 @@ def test_whole_numbers_that_agree_alone_prove_little() -> None:
     assert unexplained(returned=returned(("[0]", 0.0, whole), number)).whole_numbers_alone() == []
     assert unexplained(tap("y", 1), returned=returned(("", 0.0, whole))).whole_numbers_alone() == []
     assert unexplained().whole_numbers_alone() == unexplained(returned=returned()).whole_numbers_alone() == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "has_some"), [("", False), ("f", False), ("i", True), ("fi", True), ("if", True), ("ff", False)]
+)
+def test_one_result_of_whole_numbers_is_enough_to_have_some(paths: str, has_some: bool) -> None:
+    kinds = {"i": ("int64", "int64"), "f": ("float32", "bfloat16")}
+    found = returned(*((f"[{place}]", 0.0, kinds[kind]) for place, kind in enumerate(paths)))
+    assert found.has_whole_numbers is has_some
 
 
 def test_whole_numbers_that_are_chosen_from_untapped_numbers_prove_little() -> None:

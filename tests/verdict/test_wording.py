@@ -14,7 +14,7 @@ from graftlab.base.tap_groups import group_of
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.lines import DifferingLine, first_places, most_telling
+from graftlab.verdict.lines import DifferingLine, first_places, most_telling, notes_on
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
@@ -304,6 +304,32 @@ def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
     without, added = (replace(line("up", side, confirmed=True), is_only_here=True) for side in ("target", "baseline"))
     assert shown(without) == "The values first differ here; without this operation the tap agrees:"
     assert shown(added) == "The values first differ here; with this operation added the tap agrees:"
+
+
+@pytest.mark.parametrize(("side", "other"), [("target", "baseline"), ("baseline", "target")])
+def test_state_that_a_line_reads_is_named_with_the_side_without_it(side: Side, other: str) -> None:
+    made = replace(line("up", side), state=("cache.keys", "cache.values"))
+    (read,) = notes_on(made)
+    assert read == f"reads cache.keys, cache.values, whose values the {other} does not read"
+    (written,) = notes_on(replace(made, written=("a.py:3", "", "a.py:3", "b.py:4")))
+    assert written == f"{read}; last written a.py:3; b.py:4"
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["clean"], None),
+        (["inherited"], "Everything else is inherited."),
+        (["inherited", "clean"], "Everything else is inherited."),
+        (["unmeasured"], None),
+        (["inherited", "unmeasured"], "Everything else that was measured is inherited."),
+    ],
+)
+def test_what_was_not_measured_is_not_called_inherited(others: list[str], said: str | None) -> None:
+    rows = [tap("a", 9.0), *(tap(f"b{place}", 1.0) for place in range(len(others)))]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS)).assign(label=["culprit", *others])
+    found = [each for each in text_of(Findings(frame, 5.0, 1)).splitlines() if "is inherited" in each]
+    assert found == ([] if said is None else [said])
 
 
 def test_a_suspect_line_is_marked_in_the_text() -> None:

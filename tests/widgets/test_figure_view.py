@@ -77,7 +77,7 @@ def test_a_click_shows_the_pair_or_why_there_is_none_and_a_floor_is_checked(simu
     assert pair["value"] == ""
     ask("open", "b")
     wait_until(lambda: "no pair of &lt;b&gt; is kept" in pair["value"], "the reason")
-    ask("open", "another")
+    view._on_message(None, {"what": "open", "value": "another"}, [])
     ask("floor", 0.5)
     assert simulated.models[view.view.comm.comm_id]["figures"]["floor"] == 0.5
     ask("floor", None)

@@ -30,7 +30,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import SIGNATURE, TransformSpec
 from graftlab.widgets.draft_box import DraftBox
 from graftlab.widgets.drafts import FIELDS, TEMPLATE, Draft, Version, functions_in, likely_transforms, spec_of
-from graftlab.widgets.kept_taps import filter_to_keep, join_filters, kept_options
+from graftlab.widgets.kept_taps import TapOption, filter_to_keep, join_filters, kept_options
 from graftlab.widgets.refresher import refresher_of
 from graftlab.widgets.tap_chooser import LISTED
 from graftlab.widgets.transform_editor import DraftTask, TaskQueue, TransformEditor
@@ -167,6 +167,37 @@ def show(request: pytest.FixtureRequest, stub_bundle: Path, monkeypatch: pytest.
 # ---- what it starts from --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("tap", "options", "label"),
+    [
+        (TapOption("x", (), "target", 1), {}, "trying on x · target[1] …"),
+        (TapOption("x", (), "target", 1), {"published": True}, "applying on x · target[1] …"),
+        (TapOption("x", (), "target", 1), {"published": True, "tried": False}, "applying …"),
+        # A draft is only loaded without kept tensors.
+        (TapOption("x", ()), {}, "trying …"),
+        (None, {}, "trying …"),
+    ],
+)
+def test_a_task_names_the_tap_on_whose_tensors_it_is_tried(tap: TapOption | None, options: Any, label: str) -> None:
+    assert DraftTask(Draft("text", "x = 1"), tap, **options).label == label
+
+
+def test_tasks_run_one_after_another_and_the_newest_try_alone_waits() -> None:
+    tasks = TaskQueue()
+    first, tried, newest, applied = (DraftTask(Draft("text", f"x = {n}"), published=n in (0, 3)) for n in range(4))
+    tasks.add(first)
+    assert (tasks.begin_next(), tasks.open) == (first, [first])
+    tasks.add(tried)
+    tasks.add(newest)
+    assert tasks.open == [first, newest]
+    tasks.add(applied)
+    assert tasks.open == [first, applied]
+    tasks.end()
+    assert (tasks.begin_next(), tasks.open) == (applied, [applied])
+    tasks.end()
+    assert (tasks.begin_next(), tasks.open) == (None, [])
+
+
 def test_the_template_has_the_real_signature_and_every_field() -> None:
     assert SIGNATURE in TEMPLATE
     for name in FIELDS:
@@ -180,6 +211,7 @@ def test_the_result_of_an_earlier_draft_is_gone_while_the_next_is_tried() -> Non
     editor._run = lambda task: seen.append((task.draft.text, editor._trial.value, tasks.current is task))
     tasks.add(DraftTask(Draft("text", "x = 1")))
     TransformEditor._work(editor)
+    assert tasks.open == []
     TransformEditor._work(editor)
     assert (seen, said, tasks.open) == ([("x = 1", "", True)], [""], [])
 

@@ -1,0 +1,121 @@
+"""Pairs that contradict each other: of other layouts or partners than in other layers, or of two different parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graftlab.layouts import Layout, parse_layout
+from graftlab.matching.contradictions import fills, in_groups, in_part, odd_layouts, other_parts, uncovered
+from graftlab.matching.pair import Pair
+
+TURNED = "a b -> b a"
+
+
+def pair(baseline: str, target: str, layout: str = "same", **more: Any) -> Pair:
+    return Pair(baseline, target, parse_layout(layout), **{"sureness": "exact", **more})
+
+
+def layers(count: int, first: int = 0, **more: Any) -> list[Pair]:
+    return [pair(f"h.{n}.mlp", f"l.{n}.ffn", **more) for n in range(first, first + count)]
+
+
+def taps(pairs: Sequence[Pair], baseline: Sequence[str] = ()) -> list[str]:
+    return [each.tap for each in odd_layouts(pairs, baseline)]
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "is_found"),
+    [(4, 1, True), (4, 2, True), (2, 1, True), (3, 2, False), (1, 1, False), (2, 2, False)],
+)
+def test_a_minority_in_another_layout_is_odd(usual: int, odd: int, is_found: bool) -> None:
+    others = layers(odd, usual, layout=TURNED)
+    pairs = [*layers(usual), *others]
+    assert taps(pairs) == ([each.target for each in others] if is_found else [])
+    if is_found:
+        said = odd_layouts(pairs, [])[0].text
+        assert said.startswith(f"l.{usual}.ffn is h.{usual}.mlp in the layout 'a b -> b a', where {usual} others")
+
+
+def test_pairs_by_rule_or_name_are_not_odd_and_show_no_usual_layout() -> None:
+    assert taps([*layers(4), *layers(1, 4, layout=TURNED, sureness="rule")]) == []
+    assert taps([*layers(4, sureness="rule"), *layers(1, 4, layout=TURNED)]) == []
+
+
+def test_another_partner_is_odd_if_the_usual_is_taken_or_it_belongs_elsewhere() -> None:
+    moved = pair("h.4.gate", "l.4.ffn")
+    pairs = [*layers(4), moved]
+    assert taps(pairs) == []
+    # The usual partner has no pair, and the present one belongs nowhere else.
+    assert taps(pairs, ["h.4.mlp"]) == []
+    gates = [pair(f"h.{n}.gate", f"l.{n}.gate") for n in range(4)]
+    assert taps([*pairs, *gates]) == []
+    assert taps([*pairs, *gates], ["h.4.mlp"]) == ["l.4.ffn"]
+    (odd,) = odd_layouts([*pairs, pair("h.4.mlp", "l.4.gate")], [])
+    assert odd.text == "l.4.ffn is h.4.gate, where 4 others like it are paired as l.0.ffn with h.0.mlp"
+    # A fused tap has the usual partner too, though in another layout.
+    (odd,) = odd_layouts([*pairs, pair("h.4.mlp", "l.4.ffn", "part(dim=0, index=0, of=[1, 1])", whole="target")], [])
+    assert odd.text.startswith("l.4.ffn is h.4.mlp in the layout 'part(")
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def window(start: int, length: int = 1) -> str:
+    return f"window(dim=0, start={start}, length={length})"
+
+
+def test_two_parts_of_one_tap_contradict_if_they_may_be_one_quantity() -> None:
+    whole, mine = pair("x", "y"), pair("x", "first", window(0))
+    theirs = pair("last", "y", window(3), whole="target")
+    (found,) = other_parts([whole, mine, theirs])
+    assert found.tap == "first"
+    assert found.text.startswith("first is a part of x (")
+    assert "the baseline's last is a different part of the target's y" in found.text
+    assert other_parts([mine, theirs]) == other_parts([whole, mine]) == other_parts([whole, theirs]) == []
+    # Of another size, only if they have one name.
+    wide = pair("last", "y", window(2, 2), whole="target")
+    assert other_parts([whole, mine, wide]) == []
+    assert len(other_parts([whole, mine, pair("first", "y", window(2, 2), whole="target")])) == 1
+
+
+def test_a_tap_that_the_baseline_shows_in_part_is_named_with_its_share() -> None:
+    part = [pair(name, "qkv", f"part(dim=0, index={n}, of=[1, 1, 1])", whole="target") for n, name in enumerate("qkv")]
+    assert in_part(part, {"qkv": (6, 2)}) == []
+    (found,) = in_part(part[:2], {"qkv": (6, 2)})
+    assert found.text == "qkv is compared only in part: it contains q, k; no baseline tap has the other 33%"
+    assert in_part(part[:2], {}) == []
+    assert in_part([*part[:2], pair("all", "qkv")], {"qkv": (6, 2)}) == []
+    # What is a part of the baseline's tap is compared whole.
+    assert in_part([pair("x", "half", "part(dim=0, index=1, of=[1, 1])")], {"half": (6, 2)}) == []
+
+
+def test_layouts_that_do_not_fit_a_shape_cover_none_of_it() -> None:
+    first, last = (parse_layout(f"part(dim=0, index={index}, of=[1, 1])") for index in (0, 1))
+    of_three = parse_layout("part(dim=0, index=1, of=[1, 1, 1])")
+    gap = uncovered([first, of_three], (4, 2))
+    assert gap is not None
+    assert gap[:, 0].tolist() == [False, False, True, True]
+    assert uncovered([first, last], (4, 2)) is None
+    assert bool((uncovered([of_three], (4, 2)) == torch.ones(4, 2, dtype=torch.bool)).all())
+    assert (fills(last, gap), fills(first, gap), fills(of_three, gap), fills(Layout(), gap)) == (True, *[False] * 3)
+
+
+def test_parts_by_groups_of_heads_are_named_in_layers_with_a_tap_that_does_not_match() -> None:
+    groups = [
+        pair("h.0.qkv", f"l.0.{name}", f"part(dim=0, index={n}, of=[1, 1, 1], groups=2)")
+        for n, name in enumerate("qkv")
+    ]
+    found = in_groups(groups, {"l.0.mlp"})
+    assert [each.tap for each in found] == ["l.0.q", "l.0.k", "l.0.v"]
+    assert found[0].text.startswith("l.0.q is taken out of h.0.qkv by groups of heads (")
+    assert in_groups(groups, {"l.1.mlp"}) == []
+    one_group = [pair("h.0.qkv", "l.0.q", "part(dim=0, index=0, of=[1, 1, 1])")]
+    fused = [pair("h.0.q", "l.0.qkv", "part(dim=0, index=0, of=[1, 1, 1], groups=2)", whole="target")]
+    assert in_groups(one_group, {"l.0.mlp"}) == in_groups(fused, {"l.0.mlp"}) == []
