@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import sys
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ BUDGET = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process taps as a target's rank does."""
+    """This process taps as a target's rank does, and has compiled nothing, as other tests may have."""
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        monkeypatch.setitem(dynamo.counters, "frames", collections.Counter())
     grafter = GrafterWorld(1, 1).target.grafter
     monkeypatch.setattr(calls, "_grafter", grafter)
     monkeypatch.setattr(calls, "_handler", grafter)
