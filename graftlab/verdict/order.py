@@ -67,6 +67,11 @@ def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, no
     return mask
 
 
+def is_lost(status: str) -> bool:
+    """Whether a row of this status lacks a comparison; the original of a recomputed one has it."""
+    return status not in (*MEASURED, "recomputed")
+
+
 def require(frame: pd.DataFrame, *columns: str) -> None:
     """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError if it is not a frame."""
     if not isinstance(frame, pd.DataFrame):

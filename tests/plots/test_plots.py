@@ -29,6 +29,7 @@ from graftlab.plots import style
 from graftlab.plots.pairs import _two
 from graftlab.plots.scales import color_bar, log_image
 from graftlab.plots.taps import MAX_SLANTED
+from graftlab.plots.themes import in_words
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 
@@ -901,7 +902,7 @@ def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
     assert right.get_xlabel() == "|target - baseline|  (tensor's units)"
     assert left.get_ylabel() == right.get_ylabel() == "elements  (count)"
     assert left.get_title(loc="left") == "attn_out\nnot finite: baseline 0, target 1"
-    assert right.get_title(loc="left").startswith("250 of 999 elements differ\nmean 0.00025")
+    assert right.get_title(loc="left").startswith("250 of 999 elements differ, and 1 that are not finite\nmean")
     assert right.patches[-1].get_height() == 749
     assert right.get_xticklabels()[0].get_text() == "0"
     first, second = (patch.get_data().edges for patch in left.patches[-2:])
@@ -941,6 +942,17 @@ def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
     assert "worst at [99]: baseline 99, target 198" in title(figure)
     assert ax.get_xlim() == ax.get_ylim()
     assert "every pair is equal" in title(plots.scatter(torch.ones(3), torch.ones(3)))
+
+
+def test_no_figure_of_a_pair_calls_one_equal_whose_non_finite_values_differ() -> None:
+    one = torch.tensor([1.0, math.nan, math.inf, math.inf, 2.0])
+    other = torch.tensor([1.0, math.nan, math.inf, -math.inf, math.nan])
+    for draw in (plots.heatmap, plots.histogram, plots.scatter):
+        same, differing = (in_words(draw(one, each)) for each in (one, other))
+        assert "every pair is equal" in same
+        assert "every pair is equal" not in differing
+        assert "every finite pair is equal" in differing
+    assert "4 with a non-finite value left out (2 unequal)" in title(plots.scatter(one, other))
 
 
 # --- what every figure promises
