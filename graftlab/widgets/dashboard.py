@@ -13,6 +13,7 @@ import ipywidgets as widgets
 
 from graftlab.control.core import SessionCore
 from graftlab.control.ranks_table import ranks_table
+from graftlab.control.run import failing_in
 from graftlab.errors import SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
@@ -81,7 +82,8 @@ class Dashboard(Panel):
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session
         ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
-        taps = tap_explorer.static_html(self._taps.found, with_figures)
+        found = self._taps.found
+        taps = tap_explorer.static_html(found, failing_in(session.runs, found), with_figures)
         return f"{self._judged.static_html()}{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
@@ -98,7 +100,8 @@ class Dashboard(Panel):
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show()
         self._judged.refresh()
-        headline = html.escape(explorer.headline(self._taps.found))
+        found = self._taps.found
+        headline = html.escape(explorer.headline(found, failing_in(session.runs, found)))
         update(self._verdict, value=f'<b role="status">{headline}</b>')
         [rank] = session.select(self._which_log.value)
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
