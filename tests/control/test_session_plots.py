@@ -117,7 +117,7 @@ def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any
 
 
 @pytest.mark.ranks
-def test_a_figure_of_a_pair_from_before_the_newest_run_says_so() -> None:
+def test_a_figure_names_the_newest_run_if_its_pair_is_not_of_it() -> None:
     def forward(off: float) -> None:
         for call in range(2):
             gl.tap("h", torch.ones(4) + off * call)
