@@ -661,6 +661,12 @@ def internals_of(session: SessionCore) -> SessionInternals:
     return session._internals
 
 
+def callees_of(session: SessionCore, expression: str | None) -> tuple[str | None, str | None]:
+    """What each side evaluates of one expression for both: nothing on a recording, which replays its taps."""
+    recorded = internals_of(session).default_callees
+    return None if "baseline" in recorded else expression, None if "target" in recorded else expression
+
+
 def replace_ranks(session: SessionCore, start: Callable[[], Sequence[RankHandle]]) -> None:
     """End the session's ranks, and continue with those that ``start`` returns, at the same places.
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, callees_of
 from graftlab.control.ranks_table import ranks_table
 from graftlab.control.run import failing_in
 from graftlab.errors import SessionError
@@ -172,7 +172,7 @@ class VerdictView(Panel):
     def _judge_now(self, expression: str | None) -> None:
         stop = self._stop = threading.Event()
         update(self._stop_button, disabled=False)
-        request = VerdictRequest(expression, expression, stop=stop)
+        request = VerdictRequest(*callees_of(self.session, expression), stop=stop)
         try:
             shown = judge(self.session, request)._repr_mimebundle_()["text/html"]
         except KeyboardInterrupt as stopped:
