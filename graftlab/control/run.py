@@ -254,9 +254,10 @@ class Run:
 
 
 def failing_in(runs: Sequence[Run], found: Conclusion) -> dict[str, str]:
-    """What went wrong in the run whose rows these are, a line a rank."""
+    """What went wrong in the run whose rows these are, a line a rank, without the log of a rank that died."""
     number = found.lines[0].row.run if found.lines else None
-    return next((run.failing for run in runs if run.number == number), {})
+    failing = next((run.failing for run in runs if run.number == number), {})
+    return {label: why.partition(". Its log (")[0] for label, why in failing.items()}
 
 
 def state_of(run: Run) -> RunState:

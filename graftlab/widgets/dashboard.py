@@ -132,6 +132,7 @@ class VerdictView(Panel):
         ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
         self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
         self._stop: threading.Event | None = None
+        self._is_announced = False
         self._stop_button = self.button("■ Stop", "stop", "Stop the verdict, and restore the plan", self._press_stop)
         self._open([row(self._expression, self._button, self._stop_button), self._result])
 
@@ -144,7 +145,8 @@ class VerdictView(Panel):
 
     def static_html(self, with_figures: bool = False) -> str:
         """The result that the page shows, for a saved notebook."""
-        result: str = self._result.value
+        # An announcement would stay in the notebook if the verdict is refused, which changes nothing else.
+        result: str = "" if self._is_announced else self._result.value
         return f'<div class="graftlab-verdict-text">{result}</div>' if result else ""
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class VerdictView(Panel):
             self._stop.set()
 
     def _judge_jobs(self) -> None:
-        update(self._result, value="judging the jobs …")
+        self._announce("the jobs")
         self.in_background(self._judge_now, None)
 
     def _judge(self, typed: str) -> None:
@@ -166,8 +168,12 @@ class VerdictView(Panel):
             raise SessionError("enter the expression for both sides to evaluate, such as model(x)")
         # An error of the previous expression does not apply to this one.
         self.say("")
-        update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
+        self._announce(f"<code>{html.escape(expression)}</code>")
         self.in_background(self._judge_now, expression)
+
+    def _announce(self, what: str) -> None:
+        self._is_announced = True
+        update(self._result, value=f"judging {what} …")
 
     def _judge_now(self, expression: str | None) -> None:
         stop = self._stop = threading.Event()
@@ -185,5 +191,6 @@ class VerdictView(Panel):
             raise
         finally:
             self._stop = None
+            self._is_announced = False
             update(self._stop_button, disabled=True)
         update(self._result, value=shown)
