@@ -48,7 +48,19 @@ REAL_DTYPES = [
 
 def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> Row:
     """A row as a rank writes it; keywords other than columns become tags."""
-    own = {"run", "step", "order", "side", "rank", "senders", "nonfinite_differ", "occurrence", "max_abs", "cosine"}
+    own = {
+        "run",
+        "step",
+        "order",
+        "side",
+        "rank",
+        "senders",
+        "nonfinite_differ",
+        "occurrence",
+        "max_abs",
+        "cosine",
+        "mean_target",
+    }
     tags = {key: more.pop(key) for key in list(more) if key not in own}
     base = {"run": 1, "step": 0, "order": 0, "side": "target", "rank": 0, "senders": [0], "occurrence": 0, **more}
     base["tags"] = {"name": name, "step": base["step"], "side": "target", "rank": base["rank"], **tags}
@@ -360,9 +372,22 @@ def test_labels_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_value_that_can_be_negative_gets_a_linear_axis() -> None:
-    figure = plots.divergence(frame(row("a", cosine=-0.5), row("b", cosine=0.0), row("c", cosine=1.0)), value="cosine")
+    rows = [row("a", mean_target=-0.5), row("b", mean_target=0.0), row("c", mean_target=1.0)]
+    figure = plots.divergence(frame(*rows), value="mean_target")
     assert axes(figure).get_yscale() == "linear"
     assert points(figure, "run 1: compared") == near([(0, -0.5), (1, 0.0), (2, 1.0)])
+
+
+def test_a_cosine_is_shown_as_its_distance_from_that_of_equal_tensors() -> None:
+    rows = frame(row("a", 0.0, cosine=1.0), row("b", cosine=1.0), row("b", rank=1, cosine=0.0), row("c", cosine=0.5))
+    figure = plots.divergence(rows, value="cosine", noise_floor=1e-5)
+    assert axes(figure).get_ylabel() == "1 - cosine similarity  (ratio)"
+    assert points(figure, "run 1: compared") == near([(0, 2.0**-53), (1, 1.0), (2, 0.5)])
+    assert by_gid(figure, "run 1: compared exact") is None
+    assert title(plots.over_steps(rows, value="cosine")).startswith("first divergent: b in step")
+    suspect = plots.first_divergent(rows, value="cosine")
+    assert suspect is not None
+    assert (suspect["name"], suspect["rank"]) == ("b", 1)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -596,8 +621,8 @@ def test_many_steps_share_strips_and_lose_no_maximum() -> None:
 
 
 def test_a_strip_shows_the_largest_magnitude_whatever_its_sign() -> None:
-    rows = [row("h", 0.0, step=s, cosine=-0.5 if s == 777 else 1e-7) for s in range(1000)]
-    shown = by_gid(plots.ranks(frame(*rows), "h", value="cosine"), "cells").get_array()
+    rows = [row("h", 0.0, step=s, mean_target=-0.5 if s == 777 else 1e-7) for s in range(1000)]
+    shown = by_gid(plots.ranks(frame(*rows), "h", value="mean_target"), "cells").get_array()
     assert (shown.max(), np.argmax(shown)) == (0.5, 777 // 5)
 
 
