@@ -83,7 +83,7 @@ class Dashboard(Panel):
         session = self.session
         ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
         found = self._taps.found
-        taps = tap_explorer.static_html(found, failing_in(session.runs, found), with_figures)
+        taps = tap_explorer.static_html(found, with_figures, failing_in(session.runs, found))
         return f"{self._judged.static_html()}{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:

@@ -184,7 +184,7 @@ def _name(line: TapSummary) -> str:
 _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'
 
 
-def static_html(found: Conclusion, failing: Mapping[str, str], with_figure: bool) -> str:
+def static_html(found: Conclusion, with_figure: bool, failing: Mapping[str, str] | None = None) -> str:
     """The taps as static HTML: the conclusion, an optional figure, and the worst taps."""
     headline = explorer.headline(found, failing)
     markup = f"<p><b>{html.escape(headline)}</b></p>"
