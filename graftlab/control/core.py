@@ -65,6 +65,7 @@ class SessionInternals:
     plans: Plans
     set_aside: set[int]
     """The numbers of runs that displays of the newest run leave out."""
+    pairs: PairsOnRanks
     default_callees: Mapping[str, Callee] = field(default_factory=dict)
     """The function that a side runs if a run gives it none: a recording is replayed."""
     verdicts: list[Verdict] = field(default_factory=list)
@@ -108,7 +109,7 @@ class SessionCore:
         reports = MessageRouter(rows, self._runs, self._plans, self._taps, self._queries)
         self._hub = Hub(self._ranks, reports)
         jobs = JoinedJobs(self._runs, self._plans, self._hub, self._lock, rows, self._ask)
-        self._internals = SessionInternals(reports, jobs, self._plans, rows.set_aside)
+        self._internals = SessionInternals(reports, jobs, self._plans, rows.set_aside, self._pairs)
         close_at_exit(self)
         self._plans.publish(plan)
         for rank in self._ranks:
@@ -658,6 +659,12 @@ class SessionCore:
 def internals_of(session: SessionCore) -> SessionInternals:
     """The parts of a session that only the package uses."""
     return session._internals
+
+
+def callees_of(session: SessionCore, expression: str | None) -> tuple[str | None, str | None]:
+    """What each side evaluates of one expression for both: nothing on a recording, which replays its taps."""
+    recorded = internals_of(session).default_callees
+    return None if "baseline" in recorded else expression, None if "target" in recorded else expression
 
 
 def replace_ranks(session: SessionCore, start: Callable[[], Sequence[RankHandle]]) -> None:

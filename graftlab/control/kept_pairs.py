@@ -70,34 +70,47 @@ class PairsOnRanks:
         require_trusted(process)
         return process, packed
 
-    def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankHandle, Pickled]:
-        name, tags = question.name, question.tags
-        steps: dict[RankHandle, int] = {}
-        gone: dict[RankHandle, int] = {}
+    def newest(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The tags of the pair that :meth:`pair` finds now; None where it raises."""
+        holders = self._holders(name, rank, _plain(tags), failed=False)
+        return next(iter(holders.values()), None)
 
-        def fits(found: Mapping[str, Any]) -> bool:
-            known = {OCCURRENCE: 0, **found}
-            return known["name"] == name and all(known.get(k) == v for k, v in tags.items())
+    def _holders(
+        self, name: str, rank: int | None, tags: Mapping[str, Any], failed: bool
+    ) -> dict[RankHandle, dict[str, Any] | None]:
+        """The ranks with such a pair, the newest first, and its tags; None for a rank that did not keep its newest."""
+        held: dict[RankHandle, dict[str, Any]] = {}
+        gone: dict[RankHandle, int] = {}
 
         for process in self._receivers():
             if rank in (None, process.place.rank):
-                answer = self._ask(process, AskKeptTags(isinstance(question, AskKeptInput)), KeptTags)
-                steps.update((process, found["step"]) for found in answer.tags if fits(found))
-                gone.update(
-                    (process, max(found["step"], gone.get(process, -1))) for found in answer.missing if fits(found)
-                )
+                answer = self._ask(process, AskKeptTags(failed), KeptTags)
+                held.update((process, found) for found in answer.tags if _fits(found, name, tags))
+                for found in answer.missing:
+                    if _fits(found, name, tags):
+                        gone[process] = max(found["step"], gone.get(process, -1))
         # A tap grafted t2b is kept by the other side, so the newest pair of both sides counts. A rank whose newer pair
         # did not fit its budget is asked first, because its answer explains that.
-        asked = sorted(steps, key=lambda process: -steps[process])
-        if asked:
-            later = [process for process, step in gone.items() if step > steps[asked[0]]]
-            asked = sorted(later, key=lambda process: -gone[process]) + asked
+        asked = sorted(held, key=lambda process: -held[process]["step"])
+        later = [process for process, step in gone.items() if asked and step > held[asked[0]]["step"]]
+        holders: dict[RankHandle, dict[str, Any] | None] = dict.fromkeys(sorted(later, key=lambda each: -gone[each]))
+        return holders | {process: held[process] for process in asked if process not in holders}
+
+    def _find(self, question: AskKeptPair | AskKeptInput | AskKeptMap, rank: int | None) -> tuple[RankHandle, Pickled]:
+        name, tags = question.name, question.tags
+        asked = self._holders(name, rank, tags, isinstance(question, AskKeptInput))
         for process in asked or [each for each in self._receivers() if rank in (None, each.place.rank)]:
             packed = self._ask(process, question, KeptValue).packed
             if packed is not None:
                 return process, packed
-        kept = dict.fromkeys(str(each["name"]) for each in self.tags(failed=False))
+        every = self.tags(failed=False)
+        kept = dict.fromkeys(str(each["name"]) for each in every)
         wanted = ", ".join([repr(name), *(f"{tag}={value!r}" for tag, value in tags.items())])
+        others = {tag: value for tag, value in tags.items() if tag != "step"}
+        steps = sorted({each["step"] for each in every if _fits(each, name, others) and rank in (None, each["rank"])})
+        if steps:
+            counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+            raise SessionError(f"no pair of tensors is kept for {wanted}; this tap has pairs of {counted}")
         more = f" and {len(kept) - _NAMED} others" if len(kept) > _NAMED else ""
         held = f"; kept are {[*kept][:_NAMED]}{more}" if kept else ", nor for any other tap"
         raise SessionError(f"no pair of tensors is kept for {wanted}{held}. {self._advise(name, tags)}")
@@ -105,6 +118,11 @@ class PairsOnRanks:
     def _receivers(self) -> list[RankHandle]:
         # The target's ranks receive at all taps except those that are grafted t2b.
         return sorted((r for r in self._ranks if r.alive), key=lambda r: (r.place.side == "baseline", r.place.rank))
+
+
+def _fits(found: Mapping[str, Any], name: str, tags: Mapping[str, Any]) -> bool:
+    known = {OCCURRENCE: 0, **found}
+    return known["name"] == name and all(known.get(tag) == value for tag, value in tags.items())
 
 
 def _plain(tags: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +146,7 @@ def keep_advice(plan: GraftPlan, taps: Sequence[Mapping[str, Any]], name: str, t
         return "Set session.edit(keep=...) to a filter that matches the tap, and run again"
     if any(compile_filter(keep).matches(tap) for tap in meant):
         why = "matches the tap, but no pair has been kept since that plan took effect; run again"
+        why += ", unless only one side has this tap"
     else:
         why = "does not match the tap; widen it with session.edit(keep=...), and run again"
     return f"The plan's keep filter, {keep}, {why}"

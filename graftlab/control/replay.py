@@ -40,6 +40,10 @@ COLUMNS = (
 # How a dump names a part of a request that it could not keep unchanged.
 _LOST = re.compile(r"(?:the key of )?requests\[(\d+)\]\.request")
 _KEPT_BY_ATTRIBUTES = "kept by its attributes"
+_APART = (
+    "not compared: the functions call gl.step(), and after another number of steps this batch begins in step "
+    "{baseline} on the baseline and in step {target} on the target; leave the calls out"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class SkippedRequest:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay. ``run`` is its run, one step per batch; ``skipped`` are the damaged requests."""
+    """The result of a replay. ``run`` is its run, each batch in a new step; ``skipped`` are the damaged requests."""
 
     run: Run
     summary: pd.DataFrame
@@ -112,7 +116,7 @@ def replay(
 
     def ended() -> int:
         # A step counts as ended when the next one begins, and none follows the last.
-        return len(batches) if run.done and not run.failing else run.steps
+        return len(batches) if run.done and not run.failing else min(run.steps, len(batches) - 1)
 
     try:
         run.wait(bar=LongWait("replay", "batches", ended, total=len(batches), where=run.where))
@@ -208,15 +212,20 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
     from graftlab.plots import first_divergent
     from graftlab.verdict.summary import distances
 
-    frame = run.frame
-    of_step = dict(tuple(frame.groupby("step"))) if len(frame) else {}
+    # Every rank of a side gets every request, so the first rank stands for its side.
+    answers = {"baseline": run.baseline[0], "target": run.target[0]}
+    began = {
+        side: [run.first_step + number if fed.step is None else fed.step for number, fed in enumerate(each)]
+        for side, each in answers.items()
+    }
+    of_batch = _rows_by_batch(run.frame, began)
     lines = []
     for number, batch in enumerate(batches):
-        at = run.first_step + number
-        rows = of_step.get(at)
-        # Every rank of a side gets every request, so the first rank stands for its side.
-        sides = {"baseline": run.baseline[0][number], "target": run.target[0][number]}
+        rows = of_batch.get(number)
+        sides = {side: each[number] for side, each in answers.items()}
         errors = [f"{side}: {fed.error}" for side, fed in sides.items() if fed.error is not None]
+        steps = {side: each[number] for side, each in began.items()}
+        apart = "" if len({*steps.values()}) == 1 else _APART.format(**steps)
         names = [_rid(*each) for each in batch]
         for position, (index, record) in enumerate(batch):
             own = None if rows is None else _of_request(rows, names[position], names)
@@ -227,7 +236,7 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
                 {
                     "rid": _rid(index, record),
                     "index": index,
-                    "step": at,
+                    "step": steps["baseline"],
                     "status": "failed" if errors else "replayed",
                     "same_tokens": _same(_tokens(ours), _tokens(theirs)),
                     "first_divergent": None if suspect is None else _tap(suspect),
@@ -235,10 +244,19 @@ def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_f
                     "final_difference": _final_difference(ours, theirs, own),
                     "baseline_as_recorded": _same(_tokens(ours), recorded),
                     "target_as_recorded": _same(_tokens(theirs), recorded),
-                    "error": "\n".join(errors) or None,
+                    "error": "\n".join([*errors, apart] if apart else errors) or None,
                 }
             )
     return lines
+
+
+def _rows_by_batch(frame: pd.DataFrame, began: Mapping[str, Sequence[int]]) -> dict[Any, pd.DataFrame]:
+    """The rows of each batch, by its number. ``began`` has the step in which each batch began, by side."""
+    numbers = np.zeros(len(frame), dtype=int)
+    for side, steps in began.items():
+        own = (frame["side"] == side).to_numpy()
+        numbers[own] = np.searchsorted(steps, frame["step"].to_numpy()[own], side="right") - 1
+    return dict(iter(frame.groupby(numbers)))
 
 
 def _of_request(rows: pd.DataFrame, rid: str, batch: Sequence[str]) -> pd.DataFrame:
@@ -314,5 +332,7 @@ def _final_difference(ours: Any, theirs: Any, rows: Any) -> float:
     measured = None if rows is None else rows[~np.isnan(distances(rows))]
     if measured is None or not len(measured):
         return math.nan
-    last = measured[measured["order"] == measured["order"].max()]
+    # Orders count within a step.
+    last = measured[measured["step"] == measured["step"].max()]
+    last = last[last["order"] == last["order"].max()]
     return float(distances(last).max())

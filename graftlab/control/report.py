@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import CodeType
@@ -28,7 +28,7 @@ import torch
 from graftlab.base.html import cell, table
 from graftlab.base.tags import own_tags
 from graftlab.control.core import SessionCore, internals_of
-from graftlab.control.run import Run, state_of
+from graftlab.control.run import Run, failing_in, state_of
 from graftlab.control.verdicts import Verdict
 from graftlab.control.work import source_of
 from graftlab.errors import GraftError, SessionError
@@ -69,7 +69,7 @@ def write_report(session: SessionCore, path: str | Path, verdict: Verdict | None
     found = conclude(newest_run(session.frame, internals_of(session).set_aside), session.taps)
     parts = [
         f"<h1>graftlab report</h1><p>{time.strftime('%Y-%m-%d %H:%M %Z')}</p>",
-        _conclusion(found, verdict),
+        _conclusion(found, verdict, failing_in(session.runs, found)),
         "<h2>Taps</h2><div id='explorer'></div>",
         _worst(found),
         _failed(found),
@@ -152,8 +152,8 @@ def _section(title: str, body: str) -> str:
     return f'<section class="static"><h2>{title}</h2>{body}</section>'
 
 
-def _conclusion(found: Conclusion, verdict: Verdict | None) -> str:
-    lines = [explorer.headline(found), *found.sentences[1:]]
+def _conclusion(found: Conclusion, verdict: Verdict | None, failing: Mapping[str, str] | None = None) -> str:
+    lines = [explorer.headline(found, failing), *found.sentences[1:]]
     body = "".join(f"<p>{'<b>' * (not at)}{html.escape(line)}{'</b>' * (not at)}</p>" for at, line in enumerate(lines))
     if verdict is None:
         return _section("Conclusion", f"{body}<p>No verdict was computed.</p>")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from graftlab.plan.plan import GraftPlan
+    from graftlab.verdict.conclusion import Conclusion
 
 
 class Run:
@@ -250,6 +251,13 @@ class Run:
         facts = ", ".join(f"{n:,} {status}" for status, n in Counter(frame["status"]).most_common()) or "no taps"
         shown = "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])
         return bundle("\n".join([self._described(frame), *lines]), shown)
+
+
+def failing_in(runs: Sequence[Run], found: Conclusion) -> dict[str, str]:
+    """What went wrong in the run whose rows these are, a line a rank, without the log of a rank that died."""
+    number = found.lines[0].row.run if found.lines else None
+    failing = next((run.failing for run in runs if run.number == number), {})
+    return {label: why.partition(". Its log (")[0] for label, why in failing.items()}
 
 
 def state_of(run: Run) -> RunState:

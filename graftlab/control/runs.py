@@ -152,7 +152,7 @@ class Runs:
     def _make(
         self, ranks: list[RankHandle], on_failure: OnFailure, code: Mapping[str, str | CodeType] | None = None
     ) -> Run:
-        state = RunState(self._next_run, ranks, self._next_step, on_failure, code, lost_groups=self.groups.lost)
+        state = RunState(self._next_run, ranks, self._next_step, on_failure, code, lost_groups=self._lost_groups)
         run = Run(
             state,
             frame=self._rows.frame,
@@ -181,6 +181,10 @@ class Runs:
     def close(self, why: str) -> None:
         """Report ``why``, such as ``"the session was closed"``, as the reason for all failures from now on."""
         self._closing = why
+
+    def _lost_groups(self) -> dict[str, str]:
+        # The ranks of a session that closes are ended, and no restart brings them back.
+        return {} if self._closing else self.groups.lost()
 
     def reopen(self, ended: Sequence[RankHandle]) -> None:
         """Continue with new ranks, and with steps that none of the ``ended`` ranks has begun."""

@@ -13,13 +13,16 @@ import numpy as np
 
 from graftlab import plots
 from graftlab.base.tags import RESERVED_TAGS, plain
+from graftlab.base.text import counted
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.errors import SessionError
+from graftlab.grafting.kept import OCCURRENCE
 from graftlab.plots import explorer
 from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
 from graftlab.verdict.conclusion import conclude_from, history_of, in_order_of, newest_rows, newest_run
+from graftlab.verdict.order import is_lost
 from graftlab.verdict.summary import first_divergent_at, floor_of
 
 if TYPE_CHECKING:
@@ -135,22 +138,44 @@ class SessionPlots:
 
         >>> figure = session.plot.heatmap("hidden", layer=3)
         """
-        found = self._session.difference_map(name, dims=dims, **tags)
-        return plots.draw_difference_map(found, title=_title(name, tags))
+        chosen, title = self._newest_pair(name, tags)
+        return plots.draw_difference_map(self._session.difference_map(name, dims=dims, **chosen), title=title)
 
     def histogram(self, name: str, **tags: Any) -> Figure:
         """The value distributions of a kept pair, and of its difference.
 
         >>> figure = session.plot.histogram("hidden", layer=3)
         """
-        return plots.histogram(*self._session.tensors(name, **tags), title=_title(name, tags))
+        chosen, title = self._newest_pair(name, tags)
+        return plots.histogram(*self._session.tensors(name, **chosen), title=title)
 
     def scatter(self, name: str, **tags: Any) -> Figure:
         """Baseline against target values of a kept pair.
 
         >>> figure = session.plot.scatter("hidden", layer=3)
         """
-        return plots.scatter(*self._session.tensors(name, **tags), title=_title(name, tags))
+        chosen, title = self._newest_pair(name, tags)
+        return plots.scatter(*self._session.tensors(name, **chosen), title=title)
+
+    def _newest_pair(self, name: str, tags: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The tags that choose the newest of these pairs, and a title with its step.
+
+        A run that keeps no pair of the tap leaves an older one to be drawn, so the title says which run it is not of.
+        """
+        others = {tag: value for tag, value in tags.items() if tag != "rank"}
+        internals = internals_of(self._session)
+        found = internals.pairs.newest(name, tags.get("rank"), others)
+        if found is None:
+            # The session raises the reason.
+            return tags, name
+        pinned = {tag: found[tag] for tag in ("step", OCCURRENCE) if tag in found}
+        own = {tag: value for tag, value in found.items() if tag not in RESERVED_TAGS}
+        title = _title(name, {**own, **tags, **pinned})
+        if any(run.first_step > found["step"] for run in self._session.runs):
+            newest = newest_run(self._session.frame, internals.set_aside)
+            if len(newest) and found["step"] < newest["step"].min():
+                title += f", not of run {newest['run'].iloc[0]}"
+        return {**tags, **pinned}, title
 
 
 def divergence_of_run(session: SessionCore, number: int) -> Figure:
@@ -170,6 +195,8 @@ def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, op
     first = None if at is None else int(frame["step"].iloc[at])
     elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
     shown = frame[frame["step"] == step].reset_index(drop=True)
+    lost = int((frame["status"].map(is_lost).astype(bool) & (frame["step"] != step)).sum())
+    elsewhere += f"; {counted(lost, 'row')} of other steps not compared" if lost else ""
     figure = plots.divergence(shown, **options)
     if options.get("ax") is None:
         [ax] = figure.axes

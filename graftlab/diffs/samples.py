@@ -34,6 +34,7 @@ class Distributions:
     std: float
     nonfinite_baseline: int
     nonfinite_target: int
+    nonfinite_differ: int
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,17 @@ class Sample:
     worst_index: Index | None
     numel: int
     nonfinite: int
+    nonfinite_differ: int
 
 
 def _magnitude(block: Tensor) -> Tensor:
     return block.abs() if block.is_complex() else block
+
+
+def _nonfinite_differ(x: Tensor, y: Tensor) -> int:
+    """The number of pairs with a non-finite value that are not equal; NaN equals NaN."""
+    finite = torch.isfinite(x) & torch.isfinite(y)
+    return int((~finite & (x != y) & ~(torch.isnan(x) & torch.isnan(y))).sum())
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:
@@ -110,8 +118,9 @@ def distributions(baseline: Tensor, target: Tensor, *, bins: int = 120) -> Distr
     ranges = [_Range(), _Range()]
     bad = [0, 0]
     total = squares = 0.0
-    differing = pairs = 0
+    differing = pairs = unequal = 0
     for x, y, _ in blocks(baseline, target):
+        unequal += _nonfinite_differ(x, y)
         difference = _differences(x, y)
         kept = [_finite(_magnitude(block)) for block in (x, y)]
         bad = [count + x.numel() - values.numel() for count, values in zip(bad, kept, strict=True)]
@@ -144,6 +153,7 @@ def distributions(baseline: Tensor, target: Tensor, *, bins: int = 120) -> Distr
         std=math.sqrt(max(0.0, squares / pairs - mean * mean)) if pairs else math.nan,
         nonfinite_baseline=bad[0],
         nonfinite_target=bad[1],
+        nonfinite_differ=unequal,
     )
 
 
@@ -158,10 +168,11 @@ def sample(baseline: Tensor, target: Tensor, *, points: int = 20_000) -> Sample:
     numel, shape = baseline.numel(), tuple(baseline.shape) or (1,)
     keep = max(1, min(points, numel) // 10)
     worst, sizes = np.zeros(0, dtype=np.int64), np.zeros(0)
-    threshold, nonfinite = 0.0, 0
+    threshold, nonfinite, unequal = 0.0, 0, 0
     for x, y, tile in blocks(baseline, target):
         usable = (torch.isfinite(x) & torch.isfinite(y)).reshape(-1)
         nonfinite += usable.numel() - int(usable.sum())
+        unequal += _nonfinite_differ(x, y)
         diff = (x - y).abs().reshape(-1).masked_fill_(~usable, -1.0)
         if float(diff.amax()) <= threshold:
             continue
@@ -186,6 +197,7 @@ def sample(baseline: Tensor, target: Tensor, *, points: int = 20_000) -> Sample:
         worst_index=None if at is None else tuple(int(i) for i in at),
         numel=numel,
         nonfinite=nonfinite,
+        nonfinite_differ=unequal,
     )
 
 

@@ -63,5 +63,5 @@ def not_paired(split: SplitCalls) -> list[str]:
     return [
         f"{counted(len(names), 'tap')} ({first_of(names, 4)}): the sides divide their work into different calls "
         f"({counted(most['baseline'], 'call')} on the baseline and {most['target']} on the target, of other shapes), "
-        "so no two of them can be compared. Let both sides make the same calls to see where a difference arises."
+        "so none of these calls is judged. Let both sides make the same calls to see where a difference arises."
     ]

@@ -17,7 +17,7 @@ from IPython.display import display
 
 from graftlab.base.world import Side
 from graftlab.comparison.functions import compare_expression
-from graftlab.control.core import internals_of
+from graftlab.control.core import callees_of, internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
@@ -225,7 +225,8 @@ class GraftMagics(Magics):
         sys.stdout.write(self._open().log(arguments.rank, arguments.lines) + "\n")
 
     def _run(self, arguments: argparse.Namespace) -> Run:
-        run = self._open().start(arguments.expression, arguments.expression)
+        session = self._open()
+        run = session.start(*callees_of(session, arguments.expression))
         # Before the wait: a run that fails or whose wait is stopped has rows too.
         self._assign(arguments.out, run)
         return run.wait()
@@ -233,7 +234,7 @@ class GraftMagics(Magics):
     def _verdict(self, arguments: argparse.Namespace) -> Any:
         session, judged = self._open(), arguments.expression or None
         self._require_code(session, "verdict", judged)
-        verdict = session.verdict(judged, judged)
+        verdict = session.verdict(*callees_of(session, judged))
         self._assign(arguments.out, verdict)
         return verdict
 
@@ -247,7 +248,7 @@ class GraftMagics(Magics):
         takes_work = all(rank.takes_work for rank in session.ranks)
         if judged is None and takes_work and not internals_of(session).default_callees:
             judged = self._newest_expression(session)
-        lines = session.lines(tap, judged, judged)
+        lines = session.lines(tap, *callees_of(session, judged))
         self._assign(arguments.out, lines)
         return lines
 
@@ -269,7 +270,14 @@ class GraftMagics(Magics):
         raise UsageError("%graft lines: no run evaluated an expression on both sides; give one after the tap's name")
 
     def _compare(self, arguments: argparse.Namespace) -> Any:
-        compared = compare_expression(self._open(), arguments.expression)
+        session = self._open()
+        if recorded := internals_of(session).default_callees:
+            raise UsageError(
+                f"%graft compare: the {next(iter(recorded))} is a recording, which computes nothing; "
+                f"`%graft verdict {arguments.expression}` judges against it, and `%graft match {arguments.expression}` "
+                "pairs taps by their values"
+            )
+        compared = compare_expression(session, arguments.expression)
         self._assign(arguments.out, compared)
         if len(compared.frame):
             display(compared.plot())  # type: ignore[no-untyped-call]
@@ -287,7 +295,7 @@ class GraftMagics(Magics):
         session = self._open()
         matched = arguments.expression or None
         self._require_code(session, "match", matched)
-        proposal = session.match(matched, matched)
+        proposal = session.match(*callees_of(session, matched))
         self._assign(arguments.out, proposal)
         return session.match_editor(proposal)
 

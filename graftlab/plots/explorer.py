@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graftlab.base.text import counted
+from graftlab.base.text import counted, shortened
 from graftlab.rows.schema import in_tables
 from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
@@ -100,8 +100,8 @@ def _columns() -> list[list[str]]:
     ]
 
 
-def headline(found: Conclusion) -> str:
-    """The conclusion so far, shown first."""
+def headline(found: Conclusion, failing: Mapping[str, str] | None = None) -> str:
+    """The conclusion so far, shown first. ``failing`` has what went wrong in the run, by rank."""
     if not found.lines:
         return "Nothing was compared yet."
     rows = [line.row for line in found.lines]
@@ -113,7 +113,8 @@ def headline(found: Conclusion) -> str:
     unseen = f" Not compared: {lost}." if lost else ""
     sentence = found.sentences[0] if found.sentences else "nothing was measured"
     earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
-    return f"Run {rows[0].run}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
+    failed = f" failed on {', '.join(failing)} ({shortened(next(iter(failing.values())), 120)})" if failing else ""
+    return f"Run {rows[0].run}{failed}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
 
 
 def rounded(value: float | None) -> float | None:

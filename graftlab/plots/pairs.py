@@ -176,7 +176,7 @@ def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax:
       a second hill is a wrong part of the tensor, a few counts to the right are outliers, and outlines that do not
       coincide are a bias.
     - titles: how many elements differ, mean and standard deviation of ``target - baseline``, and how many values
-      were left out because they are not finite (a difference needs two finite values).
+      are not finite (they are not drawn, since a difference needs two finite values).
 
     The tensors have the same shape, any dtype (complex: magnitudes) and device, and are read in blocks. With ``ax``
     both panels are drawn inside it. Raises TypeError when an argument is not a tensor, ValueError when the shapes
@@ -195,7 +195,8 @@ def histogram(baseline: Tensor, target: Tensor, *, title: str | None = None, ax:
     style.head(left, style.shorten(title or "values", 48), note, size=style.NOTE)
     differing = found.pairs - found.equal
     spread = f"mean {style.number(found.mean)}, std {style.number(found.std)}" if differing else ""
-    style.head(right, f"{differing:,} of {found.pairs:,} elements differ", spread, size=style.NOTE)
+    unequal = f", and {found.nonfinite_differ:,} that are not finite" if found.nonfinite_differ else ""
+    style.head(right, f"{differing:,} of {found.pairs:,} elements differ{unequal}", spread, size=style.NOTE)
     if not found.pairs:
         for panel in (left, right):
             style.say(panel, "no pair of finite values" if baseline.numel() else _no_elements(baseline.shape))
@@ -228,7 +229,7 @@ def _draw_sizes(ax: Axes, found: Distributions, *, signed: bool) -> None:
         ax.text(
             0.55,
             0.5,
-            "every pair is equal",
+            _all_equal(found.nonfinite_differ),
             transform=ax.transAxes,
             ha="center",
             fontsize=style.LABEL,
@@ -251,7 +252,7 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
 
     At most 20,000 points are drawn: a tenth of them are always the elements that differ most, in a different
     colour and marker; the others are a random sample with a fixed seed. The title counts the pairs left out
-    because a value is not finite, and names the worst element.
+    because a value is not finite and those among them that differ, and names the worst element.
 
     The tensors have the same shape, any dtype (complex: magnitudes, so a phase shift does not show here) and
     device, and are read in blocks. Raises TypeError when an argument is not a tensor, ValueError when the shapes
@@ -265,7 +266,8 @@ def scatter(baseline: Tensor, target: Tensor, *, title: str | None = None, ax: A
     drawn = len(points.baseline)
     counts = f"all {drawn:,}" if drawn + points.nonfinite == points.numel else f"{drawn:,} of {points.numel:,}"
     left_out = f", {points.nonfinite:,} with a non-finite value left out" if points.nonfinite else ""
-    finding = "every pair is equal" if drawn else ""
+    left_out += f" ({points.nonfinite_differ:,} unequal)" if points.nonfinite_differ else ""
+    finding = _all_equal(points.nonfinite_differ) if drawn else ""
     if points.worst_index is not None:
         x, y = (style.number(tensor[points.worst_index].item(), 4) for tensor in (baseline, target))
         finding = f"worst at {list(points.worst_index)}: baseline {x}, target {y}"
@@ -310,7 +312,7 @@ def _findings(found: DifferenceMap) -> list[str]:
     if found.worst_index is None or found.worst_values is None:
         lines.append("no pair of finite values")
     elif found.worst == 0:
-        lines.append("every finite pair is equal" if found.nonfinite_differ else "every pair is equal")
+        lines.append(_all_equal(found.nonfinite_differ))
     else:
         x, y = (style.number(value, 4) for value in found.worst_values)
         lines.append(f"worst: {style.number(found.worst)} at {list(found.worst_index)}  (baseline {x}, target {y})")
@@ -321,6 +323,10 @@ def _findings(found: DifferenceMap) -> list[str]:
     if found.nonfinite_equal:
         lines.append(f"non-finite: {found.nonfinite_equal} equal on both sides")
     return lines
+
+
+def _all_equal(nonfinite_differ: int) -> str:
+    return "every finite pair is equal" if nonfinite_differ else "every pair is equal"
 
 
 def _two(values: Sequence[Any], absent: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from graftlab.plots import style
 from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
 from graftlab.plots.style import Array
-from graftlab.verdict.order import group
+from graftlab.verdict.order import group, is_lost
 from graftlab.verdict.summary import floor_of
 
 
@@ -30,7 +30,7 @@ def over_steps(
     - black is exactly 0, vermillion a non-finite value or a non-finite element on one side only; blank is a tap that
       was not measured in that step.
     - a ring: the step at which a tap was first above ``noise_floor`` (by default the one assumed for the frame's
-      dtypes). The title names the first of all.
+      dtypes). The title names the first of all, and counts the taps that were not compared.
 
     Raises ValueError naming a column (name, order, status or ``value``) that the frame lacks.
 
@@ -57,7 +57,8 @@ def over_steps(
         grafted=taps.statuses.get("grafted", np.zeros(len(taps.keys), dtype=bool)),
         differs=taps.nonfinite > 0,
     )
-    return _draw_heatmap(figure, ax, cells, value, *floor_of(frame, noise_floor))
+    lost = ", ".join(f"{mask.sum():,} {status}" for status, mask in taps.statuses.items() if is_lost(status))
+    return _draw_heatmap(figure, ax, cells, value, *floor_of(frame, noise_floor), lost)
 
 
 _MOST = 240
@@ -79,8 +80,10 @@ class HeatmapCells:
     differs: Array
 
 
-def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, floor: float, in_words: str) -> Figure:
-    """Draw the cells; ``in_words`` describes the floor."""
+def _draw_heatmap(
+    figure: Figure, ax: Axes, cells: HeatmapCells, value: str, floor: float, in_words: str, lost: str
+) -> Figure:
+    """Draw the cells; ``in_words`` describes the floor, and ``lost`` what has no cell."""
     y, x, measured = cells.y, cells.x, cells.measured
     grid = np.full((len(cells.names), len(cells.steps)), -np.inf)
     odd = measured & cells.differs
@@ -111,7 +114,7 @@ def _draw_heatmap(figure: Figure, ax: Axes, cells: HeatmapCells, value: str, flo
         )
         drawn.append(style.key("first above the floor", style.VERMILLION, "o", hollow=True))
     _label(ax, cells.names, cells.steps, tall, wide)
-    style.head(ax, _conclusion(cells, first, in_words))
+    style.head(ax, _conclusion(cells, first, in_words), f"not compared: {lost}" if lost else "")
     style.legend_below(ax, drawn)
     return figure
 

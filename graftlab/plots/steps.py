@@ -20,7 +20,7 @@ from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, log_image, v
 from graftlab.plots.style import Array
 from graftlab.plots.themes import AS_IT_IS
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.order import is_missing, numbers, require, tag_columns
+from graftlab.verdict.order import distances_in, is_missing, numbers, require, tag_columns
 
 _MAX_STRIPS = 200
 _MAX_TEXTS = 72
@@ -167,7 +167,9 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
         }
         ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, clip_on=False, **outline))
         step = f"step {steps[y * together]}" if together == 1 else f"steps from {steps[y * together]}"
-        figure_of_it = "non-finite values differ" if differs[y, x] else f"{value} {style.number(grid[y, x])}"
+        figure_of_it = (
+            "non-finite values differ" if differs[y, x] else f"{style.value_name(value)} {style.number(grid[y, x])}"
+        )
         found = f"worst: {who[x]}, {step}, {figure_of_it}"
         style.head(ax, title, found)
     _label_cells(ax, rows, who, steps[::together])
@@ -221,7 +223,7 @@ def _cells(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     status = rows["status"].astype(str).to_numpy()
     measured = np.isin(status, MEASURED)
     differ = numbers(rows, "nonfinite_differ") if "nonfinite_differ" in rows.columns else np.zeros(len(rows))
-    y = numbers(rows, value)
+    y = distances_in(rows, value)
     flat = pd.DataFrame(
         {
             "at": [place[w] for w in who],

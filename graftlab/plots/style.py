@@ -172,6 +172,8 @@ def value_label(value: str, *, short: bool = False) -> str:
     """The axis label of a column, with its unit if it is a known statistic."""
     if (difference := DIFFERENCES.get(value)) is not None:
         text, unit = difference.label, difference.unit
+        if value == "cosine":
+            text = f"1 - {text}"
     elif value in _OTHERS:
         text, unit = _OTHERS[value]
     else:
@@ -180,7 +182,12 @@ def value_label(value: str, *, short: bool = False) -> str:
             if re.fullmatch("(mean|std|min|max)_(baseline|target)", value)
             else plain(value)
         )
-    return f"{value if short else text}  ({unit})"
+    return f"{value_name(value) if short else text}  ({unit})"
+
+
+def value_name(value: str) -> str:
+    """The name of a column in figures, which show a cosine by its distance from that of equal tensors."""
+    return "1 - cosine" if value == "cosine" else value
 
 
 def label_axes(ax: Axes, x: str, y: str) -> None:

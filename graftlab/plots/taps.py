@@ -256,7 +256,7 @@ def _annotate_suspects(
         taps = run.taps
         failed = "failed" in taps.statuses and bool(taps.statuses["failed"][at])
         above = noise_floor is not None and taps.measured[at] and taps.value[at] > noise_floor
-        reasons = [f"{value} {style.number(taps.value[at])}"] if above else []
+        reasons = [f"{style.value_name(value)} {style.number(taps.value[at])}"] if above else []
         reasons += ["non-finite values differ"] if taps.nonfinite[at] > 0 else []
         reasons += ["failed"] if failed else []
         who = f"{run.label}, " if len(runs) > 1 else ""

@@ -143,14 +143,18 @@ def call_in_float64(callee: Callee, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """One rank's answer to a batch: an output for each request, or the traceback of its function's exception."""
+    """One rank's answer to a batch: an output for each request, or its function's exception with the traceback.
+
+    ``step`` is the step in which the batch began; None outside a session.
+    """
 
     outputs: list[Any]
     error: str | None = None
+    step: int | None = None
 
 
 def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[BatchAnswer]:
-    """Give a rank's function one batch per step. An exception fails only its batch."""
+    """Give a rank's function one batch after another, each in a new step. An exception fails only its batch."""
     if isinstance(function, str):
         function = eval(function, _namespace())
     if not callable(function):
@@ -159,12 +163,17 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[B
     for number, (rid, requests) in enumerate(batches):
         if number:
             step()
+        grafter = active.grafter()
+        # The function may end steps itself, as an engine does after each forward pass.
+        began = None if grafter is None or grafter.moment is None else grafter.moment[1]
         try:
             with tags(rid=rid):
                 outputs = list(function(requests))
             if len(outputs) != len(requests):
                 raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
-            fed.append(BatchAnswer(outputs))
+            fed.append(BatchAnswer(outputs, step=began))
         except (Exception, SystemExit) as error:
-            fed.append(BatchAnswer([None] * len(requests), user_traceback(error)))
+            # A table shows the beginning.
+            told = f"{type(error).__name__}: {error}\n{user_traceback(error)}"
+            fed.append(BatchAnswer([None] * len(requests), told, began))
     return fed

@@ -88,21 +88,28 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
 
 def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[TapSummary]:
     """One summary a tap, in the order of the rows."""
-    found: dict[_Key, TapSummary] = {}
+    by_tap: dict[_Key, list[Row]] = {}
     for row in rows:
-        key = _key(row)
-        badness = _badness(row)
-        if key not in found or badness > found[key].badness:
-            tap = key[1]
-            shown = [tap.name, *(f"{name}={value}" for name, value in tap.tags)]
-            if tap.recompute_status == "recompute":
-                shown.append("recompute")
-            # The history may be older than this row.
-            worst = max(history.worst.get(key, -math.inf), _difference(row))
-            found[key] = TapSummary(
-                row, " ".join(shown), badness, worst if worst >= 0 else None, history.since.get(key)
-            )
-    return list(found.values())
+        by_tap.setdefault(_key(row), []).append(row)
+    found = []
+    for key, own in by_tap.items():
+        row, tap = _worst(own), key[1]
+        shown = [tap.name, *(f"{name}={value}" for name, value in tap.tags)]
+        if tap.recompute_status == "recompute":
+            shown.append("recompute")
+        # The history may be older than this row.
+        worst = max(history.worst.get(key, -math.inf), _difference(row))
+        found.append(
+            TapSummary(row, " ".join(shown), _badness(row), worst if worst >= 0 else None, history.since.get(key))
+        )
+    return found
+
+
+def _worst(rows: Sequence[Row]) -> Row:
+    """The worst of a tap's newest rows; one without a partner only if the other side has none of its step or later."""
+    received = [row for row in rows if row.status != "unmatched"]
+    last = max((row.step for row in received), default=-1)
+    return max([row for row in rows if row.status == "unmatched" and row.step > last] or received, key=_badness)
 
 
 def history_of(frame: pd.DataFrame, noise_floor: float) -> History:

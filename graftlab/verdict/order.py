@@ -67,6 +67,11 @@ def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, no
     return mask
 
 
+def is_lost(status: str) -> bool:
+    """Whether a row of this status lacks a comparison; the original of a recomputed one has it."""
+    return status not in (*MEASURED, "recomputed")
+
+
 def require(frame: pd.DataFrame, *columns: str) -> None:
     """Raise ValueError naming the first of ``columns`` that the frame lacks, TypeError if it is not a frame."""
     if not isinstance(frame, pd.DataFrame):
@@ -88,6 +93,16 @@ def numbers(frame: pd.DataFrame, column: str) -> Array:
     if wrong.any():
         raise ValueError(f"column {column!r} cannot be drawn, it holds {raw[wrong].iloc[0]!r}; choose a numeric one")
     return converted
+
+
+def distances_in(frame: pd.DataFrame, column: str) -> Array:
+    """A column's values as :func:`numbers` gives them, but ``cosine`` as a distance: 1 - cosine similarity.
+
+    It is above 0 even where nothing differs, because vectors of different lengths have the cosine 1 too.
+    """
+    found = numbers(frame, column)
+    distance: Array = np.maximum(1.0 - found, 2.0**-53) if column == "cosine" else found
+    return distance
 
 
 def tag_columns(frame: pd.DataFrame) -> list[str]:
@@ -177,7 +192,7 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     status = frame["status"].astype(str).to_numpy()
     is_measured = np.isin(status, MEASURED)
     worst = np.full(count, np.nan)
-    found = numbers(frame, value)
+    found = distances_in(frame, value)
     np.fmax.at(worst, row_tap, np.where(is_measured, found, np.nan))
     farthest = np.full(count, np.nan)
     np.fmax.at(farthest, row_tap, np.where(is_measured, apart(frame, found), np.nan))
@@ -276,7 +291,8 @@ def first_divergent(
     ``noise_floor`` or it has ``nonfinite_differ > 0``, and when its transform ``failed``. NaN is above
     no floor. With ``noise_floor=None`` the value does not count. Taps are ordered by step, then by the smallest
     ``order`` over their receiving ranks; within a tap rows keep their own order. The floor is a ratio for
-    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``. For ``rel_l2``,
+    ``rel_l2`` and ``rel_diff`` and has the tensor's units for ``max_abs`` and ``mean_abs``; of ``cosine``, the distance
+    from 1 is compared with it. For ``rel_l2``,
     ``"dtype"`` is the rounding of the coarsest dtype in the frame, 1e-5 for float32 and 2e-2 for bfloat16, so that no
     tap is named because it casts; for other values it is 1e-5.
 
@@ -291,7 +307,7 @@ def first_divergent(
     taps = group(frame, value)
     status = frame["status"].astype(str).to_numpy()
     floor = _floor_by_dtype(frame, value) if noise_floor == "dtype" else noise_floor
-    found = apart(frame, numbers(frame, value))
+    found = apart(frame, distances_in(frame, value))
     mask = divergent(np.isin(status, MEASURED), status == "failed", found, _nonfinite(frame), floor)
     if not mask.any():
         return None

@@ -44,7 +44,7 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
     if failed.any():
         first = facts.row(_first(failed))
         why = str(first.get("error") or "no reason is known").strip().partition("\n")[0]
-        parts.append(f"the transform failed in {_rows(failed)}, first at {_place(first)}: {why}")
+        parts.append(f"the transform failed in {_rows(failed)}, first at {_place(first)}{_when(facts, first)}: {why}")
     measured = facts.kind <= GRAFTED
     grafted = facts.kind == GRAFTED
     differs = measured & (facts.differ > 0)
@@ -149,8 +149,11 @@ def _first_sentence(facts: Facts, at: int | None, floor: tuple[float, str]) -> s
         how = f"{_nonfinite(row)}{more}"
     else:
         how = _how_far(row, floor)
-    when = f" in step {row['step']}" if facts.has_several_steps else ""
-    return f"{start}{which}: {_place(row)}{when}: {how}"
+    return f"{start}{which}: {_place(row)}{_when(facts, row)}: {how}"
+
+
+def _when(facts: Facts, row: Mapping[str, Any]) -> str:
+    return f" in step {row['step']}" if facts.has_several_steps else ""
 
 
 def sentence_of_first(row: Row, noise_floor: float) -> str:

@@ -27,6 +27,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.transforms.align import MOVED
 from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio
 from graftlab.verdict.floor import Floor, times
+from graftlab.verdict.order import tap_codes
 
 
 @dataclass(frozen=True)
@@ -560,9 +561,12 @@ class UnexplainedDifferences:
         for more, fewer, status in (("baseline", "target", "unmatched"), ("target", "baseline", "missing")):
             alone = rows["side"].eq(more) & rows["status"].eq(status)
             if len(rows) and alone.iloc[-1]:
+                # Each rank has a row of its own.
+                calls = tap_codes(rows, "step", "occurrence")[0]
+                lost = len({*calls[alone]})
                 return (
-                    f"The {fewer} makes fewer calls: {int(alone.sum())} of the {more}'s {len(rows)} calls of {last} "
-                    "lack a partner, the last included, so the target is not cleared."
+                    f"The {fewer} makes fewer calls: {lost} of the {more}'s {len({*calls})} calls of {last} "
+                    f"lack{'s' * (lost == 1)} a partner, the last included, so the target is not cleared."
                 )
         return None
 

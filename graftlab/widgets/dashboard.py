@@ -11,8 +11,9 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, callees_of
 from graftlab.control.ranks_table import ranks_table
+from graftlab.control.run import failing_in
 from graftlab.errors import SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
@@ -81,7 +82,8 @@ class Dashboard(Panel):
     def static_html(self, with_figures: bool = False) -> str:
         session = self.session
         ranks = ranks_table(session.ranks, session.closed, session.failing, session.lost_groups)
-        taps = tap_explorer.static_html(self._taps.found, with_figures)
+        found = self._taps.found
+        taps = tap_explorer.static_html(found, with_figures, failing_in(session.runs, found))
         return f"{self._judged.static_html()}{taps}{ranks}{self.filters.static_html()}{self.transform.static_html()}"
 
     def _graft(self, text: str) -> None:
@@ -98,7 +100,8 @@ class Dashboard(Panel):
         update(self._ranks, value=ranks_table(session.ranks, session.closed, session.failing, session.lost_groups))
         self._taps.show()
         self._judged.refresh()
-        headline = html.escape(explorer.headline(self._taps.found))
+        found = self._taps.found
+        headline = html.escape(explorer.headline(found, failing_in(session.runs, found)))
         update(self._verdict, value=f'<b role="status">{headline}</b>')
         [rank] = session.select(self._which_log.value)
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
@@ -129,6 +132,7 @@ class VerdictView(Panel):
         ask = partial(self._expression.fetch, "judge", self.guarded(self._judge))
         self._button = self.button("Judge", "judge", tooltip, self._judge_jobs if self._of_jobs else ask)
         self._stop: threading.Event | None = None
+        self._is_announced = False
         self._stop_button = self.button("■ Stop", "stop", "Stop the verdict, and restore the plan", self._press_stop)
         self._open([row(self._expression, self._button, self._stop_button), self._result])
 
@@ -141,7 +145,8 @@ class VerdictView(Panel):
 
     def static_html(self, with_figures: bool = False) -> str:
         """The result that the page shows, for a saved notebook."""
-        result: str = self._result.value
+        # An announcement would stay in the notebook if the verdict is refused, which changes nothing else.
+        result: str = "" if self._is_announced else self._result.value
         return f'<div class="graftlab-verdict-text">{result}</div>' if result else ""
 
     def close(self) -> None:
@@ -154,7 +159,7 @@ class VerdictView(Panel):
             self._stop.set()
 
     def _judge_jobs(self) -> None:
-        update(self._result, value="judging the jobs …")
+        self._announce("the jobs")
         self.in_background(self._judge_now, None)
 
     def _judge(self, typed: str) -> None:
@@ -163,13 +168,17 @@ class VerdictView(Panel):
             raise SessionError("enter the expression for both sides to evaluate, such as model(x)")
         # An error of the previous expression does not apply to this one.
         self.say("")
-        update(self._result, value=f"judging <code>{html.escape(expression)}</code> …")
+        self._announce(f"<code>{html.escape(expression)}</code>")
         self.in_background(self._judge_now, expression)
+
+    def _announce(self, what: str) -> None:
+        self._is_announced = True
+        update(self._result, value=f"judging {what} …")
 
     def _judge_now(self, expression: str | None) -> None:
         stop = self._stop = threading.Event()
         update(self._stop_button, disabled=False)
-        request = VerdictRequest(expression, expression, stop=stop)
+        request = VerdictRequest(*callees_of(self.session, expression), stop=stop)
         try:
             shown = judge(self.session, request)._repr_mimebundle_()["text/html"]
         except KeyboardInterrupt as stopped:
@@ -182,5 +191,6 @@ class VerdictView(Panel):
             raise
         finally:
             self._stop = None
+            self._is_announced = False
             update(self._stop_button, disabled=True)
         update(self._result, value=shown)

@@ -184,9 +184,10 @@ def _name(line: TapSummary) -> str:
 _KEEP_IT = '<div class="quiet">“Keep this tap” keeps its tensors from the next step on.</div>'
 
 
-def static_html(found: Conclusion, with_figure: bool) -> str:
+def static_html(found: Conclusion, with_figure: bool, failing: Mapping[str, str] | None = None) -> str:
     """The taps as static HTML: the conclusion, an optional figure, and the worst taps."""
-    markup = f"<p><b>{html.escape(explorer.headline(found))}</b></p>"
+    headline = explorer.headline(found, failing)
+    markup = f"<p><b>{html.escape(headline)}</b></p>"
     lines = sorted(found.lines, key=lambda line: -line.badness)[:_STATIC_LIMIT]
     if not lines:
         return markup
@@ -194,7 +195,7 @@ def static_html(found: Conclusion, with_figure: bool) -> str:
         # In their present order, as if all were from one step.
         frame = to_frame([row._replace(step=0, order=place) for place, row in enumerate(found.rows)])
         figure = plots.divergence(frame, noise_floor=found.floor)
-        markup += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {explorer.headline(found)}", dpi=80)
+        markup += STYLE + to_html(figure, f"rel_l2 of each tap in execution order. {headline}", dpi=80)
     head = ("tap", "status", "rel_l2", *in_tables(), "non-finite", "worst on", "step", "direction", "")
     more = len(found.lines) - len(lines)
     rest = f"<p>and {more:,} more taps, none worse</p>" if more else ""

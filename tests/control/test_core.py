@@ -268,7 +268,10 @@ def test_a_rank_that_dies_while_its_run_begins_is_noted(
         run.wait()
 
 
-def test_failures_while_the_session_closes_are_reported_as_its_end(runs: Runs, ranks: list[TalkingRank]) -> None:
+def test_failures_while_the_session_closes_are_reported_as_its_end(
+    runs: Runs, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs.groups, "lost", lambda: {"target": "target[0] killed by SIGKILL"})
     run = runs.begin({0: WORK, 1: WORK}, PLAN)
     runs.note_done(RunDone(0, shipping.pack_result(7), None), ranks[0].rank)
     runs.close("the session was closed")
@@ -277,6 +280,9 @@ def test_failures_while_the_session_closes_are_reported_as_its_end(runs: Runs, r
         runs.note_death(each.rank)
     assert run.baseline == [7]
     assert set(run.failures.values()) == {"the session was closed"}
+    with pytest.raises(gl.RunError) as caught:
+        run.wait()
+    assert "restart" not in str(caught.value), "it would restart nothing"
 
 
 def test_an_interrupt_signals_busy_ranks_and_messages_idle_ones(runs: Runs, ranks: list[TalkingRank]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import graftlab as gl
+from graftlab.control.run import failing_in
+from graftlab.plots import explorer
+from graftlab.verdict.conclusion import conclude
 
 pytestmark = pytest.mark.ranks
 
@@ -117,3 +121,22 @@ def test_rows_of_different_runs_do_not_mix(session: gl.Session) -> None:
     session.run(lambda: model(False), lambda: model(False))
     assert "4 rows" in repr(first)
     assert any("logits" in line for line in first.summary)
+
+
+def test_the_first_line_on_a_run_in_which_a_rank_died_begins_with_that(tmp_path: Path) -> None:
+    def dies() -> None:
+        me = gl.here()
+        assert me is not None
+        gl.tap("h", torch.ones(4))
+        gl.step()
+        if me.side == "target":
+            os._exit(3)
+
+    with gl.launch(1, 1, folder=tmp_path / "run") as session:
+        run = session.start(dies, dies)
+        with pytest.raises(gl.RunError):
+            run.wait()
+        found = conclude(run.frame, session.taps)
+        said = explorer.headline(found, failing_in(session.runs, found))
+        assert re.match(r"Run 0 failed on target\[0\] \(ended with exit code 3 \(pid [^)]*\)\), step", said), said
+        assert said.split("</b>")[0] in html.unescape(session.report(tmp_path / "report.html").read_text())

@@ -90,14 +90,18 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("history", "ranks", "histogram", "scatter", "draw_difference_map", "over_steps"):
         monkeypatch.setattr(plots, name, lambda *args, _name=name, **given: calls.append((_name, args, given)))
     monkeypatch.setattr(
-        session_plots, "internals_of", lambda session: SimpleNamespace(set_aside=frozenset(), verdicts=session.verdicts)
+        session_plots,
+        "internals_of",
+        lambda session: SimpleNamespace(set_aside=frozenset(), verdicts=session.verdicts, pairs=session.pairs),
     )
     return calls
 
 
 def plots_of(**given: Any) -> SessionPlots:
     rows = [row(name, order=order, step=step) for step in range(3) for order, name in enumerate("ab")]
-    usual = {"frame": to_frame(rows), "runs": [], "verdicts": [], "tensors": lambda name, **tags: ("one", "other")}
+    pairs = SimpleNamespace(newest=lambda name, rank, tags: {"name": name, "layer": 3, "step": 1, "side": "target"})
+    usual = {"frame": to_frame(rows), "runs": [], "verdicts": [], "pairs": pairs}
+    usual["tensors"] = lambda name, **tags: ("one", "other")
     session: Any = SimpleNamespace(**{**usual, **given})
     return SessionPlots(session)
 
@@ -106,11 +110,34 @@ def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any
     figures = plots_of(difference_map=lambda name, **given: (name, given))
     figures.histogram("h", layer=3)
     figures.scatter("h", layer=3)
-    figures.heatmap("h", dims=(0,), layer=3)
-    assert [args for _, args, _ in drawn] == [("one", "other"), ("one", "other"), (("h", {"dims": (0,), "layer": 3}),)]
-    assert [sorted(given) for _, _, given in drawn] == [["title"]] * 3
-    assert len({given["title"] for _, _, given in drawn}) == 1
-    assert all(word in drawn[0][2]["title"] for word in ("h", "layer", "3"))
+    figures.heatmap("h", dims=(0,))
+    chosen = {"dims": (0,), "step": 1}
+    assert [args for _, args, _ in drawn] == [("one", "other"), ("one", "other"), (("h", chosen),)]
+    assert [given for _, _, given in drawn] == [{"title": "h, layer=3, step=1"}] * 3
+
+
+@pytest.mark.ranks
+def test_a_figure_names_the_newest_run_if_its_pair_is_not_of_it() -> None:
+    def forward(off: float) -> None:
+        for call in range(2):
+            gl.tap("h", torch.ones(4) + off * call)
+
+    with gl.launch(1, 1) as session:
+        session.edit(keep="name == 'h'")
+        kept = session.run(forward, forward, args=(0.0,)).first_step
+
+        def draw(**tags: Any) -> str:
+            return str(session.plot.heatmap("h", **tags).axes[0].get_title(loc="left")).partition("  [")[0]
+
+        assert draw() == f"h, occurrence=1, step={kept}"
+        assert draw(occurrence=0) == f"h, occurrence=0, step={kept}"
+        session.execute("1 + 1")
+        assert draw() == f"h, occurrence=1, step={kept}"
+        session.edit(keep=None)
+        run = session.run(lambda: forward(0.0), lambda: forward(1.0))
+        assert draw() == f"h, occurrence=1, step={kept}, not of run {run.number}"
+        with pytest.raises(gl.SessionError, match=rf"kept for 'h', step=99; this tap has pairs of step {kept}$"):
+            session.plot.heatmap("h", step=99)
 
 
 def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,8 @@ class FakeSession(Recorded):
         self.runs: list[Any] = []
         self.row_count = 1234
         self.folder = Path("/run/folder")
-        # As in a session that has code to call already, so that a verdict needs no expression.
-        self._internals = SimpleNamespace(default_callees={"target": "model(x)"})
+        # As in a session whose baseline is a recording, so that a verdict needs no expression.
+        self._internals = SimpleNamespace(default_callees={"baseline": "the recording"})
         self.plan = SimpleNamespace(rename=(("target", "a", "b"), ("baseline", "c", "")))
         self.options = SimpleNamespace(
             baseline=1,
@@ -95,10 +95,10 @@ def notebook() -> Notebook:
     [
         ("status", "status", (), {}),
         ("verdict", "verdict", (None, None), {}),
-        ("verdict f(x)", "verdict", ("f(x)", "f(x)"), {}),
-        ("lines h.0 f(x)", "lines", ("h.0", "f(x)", "f(x)"), {}),
+        ("verdict f(x)", "verdict", (None, "f(x)"), {}),
+        ("lines h.0 f(x)", "lines", ("h.0", None, "f(x)"), {}),
         ("match", "match", (None, None), {}),
-        ("match f(x)", "match", ("f(x)", "f(x)"), {}),
+        ("match f(x)", "match", (None, "f(x)"), {}),
         ("check f(x)", "check", (), {"target": "f(x)"}),
         ("compiled f(x)", "compare_compiled", ("f(x)",), {"grad_mode": None, "fullgraph": False}),
         (
@@ -158,7 +158,7 @@ def test_a_run_is_assigned_before_its_end_is_awaited(notebook: Notebook) -> None
 
     started = notebook.answers["start"] = SimpleNamespace(wait=wait)
     assert notebook.run("run -o r f(x)") == "ended"
-    assert notebook.calls == [("start", ("f(x)", "f(x)"), {})]
+    assert notebook.calls == [("start", (None, "f(x)"), {})]
 
 
 def test_functions_of_the_notebook_are_replayed_and_other_names_are_the_ranks(notebook: Notebook) -> None:
@@ -201,6 +201,11 @@ def test_a_line_that_cannot_be_followed_is_refused(
     with pytest.raises(UsageError, match=said):
         notebook.run(line)
     assert notebook.calls == []
+
+
+def test_compare_is_refused_where_a_side_is_a_recording(notebook: Notebook) -> None:
+    with pytest.raises(UsageError, match=r"the baseline is a recording.*`%graft verdict f\(x\)` judges against it"):
+        notebook.run("compare f(x)")
 
 
 def test_without_arguments_the_plan_is_shown(notebook: Notebook) -> None:

@@ -97,6 +97,27 @@ def value(notebook: Kernel, expression: str) -> str:
 
 
 @pytest.mark.ranks
+def test_a_recorded_side_replays_its_taps_and_does_not_evaluate_the_expression(bare: Kernel) -> None:
+    recorded = """
+        import tempfile
+        folder = f"{tempfile.mkdtemp()}/recorded"
+        with gl.record(folder):
+            gl.tap("hidden", torch.ones(4) * 2.5, layer=3)
+        if "session" in globals():
+            session.close()
+        session = gl.launch(baseline=gl.Recording(folder), target=1)
+    """
+    assert not bare.run(textwrap.dedent(recorded)).error
+    # Both sides have the function, which the baseline must not run in place of what was recorded.
+    assert not bare.run(textwrap.dedent(DEFINE)).error
+    assert not bare.run("%graft run -o run forward(torch.ones(4))").error
+    assert bare.run("run.frame.query('name == \"hidden\"')['rel_l2'].round(6).tolist()").values == ["[0.2]"]
+    assert not bare.run("%graft verdict -o verdict forward(torch.ones(4))").error
+    assert bare.run("verdict.frame.set_index('name')['label']['hidden']").values == ["'culprit'"]
+    bare.run("session.close()")
+
+
+@pytest.mark.ranks
 def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert "<Session 2+1: 3 ranks alive" in value(
         bare, "%graft up --baseline 2 -t 1 --timeout 50 --device cpu --keep-rows 1000 -o mine --replace"

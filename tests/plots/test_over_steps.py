@@ -48,6 +48,15 @@ def test_cells_show_taps_in_steps_and_rings_their_first_divergent_step() -> None
     assert title(gl.plots.over_steps(frame(values), noise_floor=0.5)) == "no tap is above the floor 0.5 in 3 steps"
 
 
+def test_the_title_counts_the_taps_that_were_not_compared() -> None:
+    values = np.array([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    rows = frame(values).assign(status=["compared", "failed", "unmatched", "compared", "failed", "recomputed"])
+    assert title(gl.plots.over_steps(rows)).splitlines() == [
+        "no tap is above the floor 1e-05, assumed for float32 in 2 steps",
+        "not compared: 2 failed, 1 unmatched",
+    ]
+
+
 def test_negative_values_are_shown_by_their_size() -> None:
     values = np.array([[1e-7, 1e-3]])
     rows = frame(values).assign(mean_target=[-0.25, 4.0])

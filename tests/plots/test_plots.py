@@ -29,6 +29,7 @@ from graftlab.plots import style
 from graftlab.plots.pairs import _two
 from graftlab.plots.scales import color_bar, log_image
 from graftlab.plots.taps import MAX_SLANTED
+from graftlab.plots.themes import in_words
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 
@@ -47,7 +48,19 @@ REAL_DTYPES = [
 
 def row(name: str = "h", value: float | None = 1e-6, /, status: str = "compared", **more: Any) -> Row:
     """A row as a rank writes it; keywords other than columns become tags."""
-    own = {"run", "step", "order", "side", "rank", "senders", "nonfinite_differ", "occurrence", "max_abs", "cosine"}
+    own = {
+        "run",
+        "step",
+        "order",
+        "side",
+        "rank",
+        "senders",
+        "nonfinite_differ",
+        "occurrence",
+        "max_abs",
+        "cosine",
+        "mean_target",
+    }
     tags = {key: more.pop(key) for key in list(more) if key not in own}
     base = {"run": 1, "step": 0, "order": 0, "side": "target", "rank": 0, "senders": [0], "occurrence": 0, **more}
     base["tags"] = {"name": name, "step": base["step"], "side": "target", "rank": base["rank"], **tags}
@@ -359,9 +372,22 @@ def test_labels_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_value_that_can_be_negative_gets_a_linear_axis() -> None:
-    figure = plots.divergence(frame(row("a", cosine=-0.5), row("b", cosine=0.0), row("c", cosine=1.0)), value="cosine")
+    rows = [row("a", mean_target=-0.5), row("b", mean_target=0.0), row("c", mean_target=1.0)]
+    figure = plots.divergence(frame(*rows), value="mean_target")
     assert axes(figure).get_yscale() == "linear"
     assert points(figure, "run 1: compared") == near([(0, -0.5), (1, 0.0), (2, 1.0)])
+
+
+def test_a_cosine_is_shown_as_its_distance_from_that_of_equal_tensors() -> None:
+    rows = frame(row("a", 0.0, cosine=1.0), row("b", cosine=1.0), row("b", rank=1, cosine=0.0), row("c", cosine=0.5))
+    figure = plots.divergence(rows, value="cosine", noise_floor=1e-5)
+    assert axes(figure).get_ylabel() == "1 - cosine similarity  (ratio)"
+    assert points(figure, "run 1: compared") == near([(0, 2.0**-53), (1, 1.0), (2, 0.5)])
+    assert by_gid(figure, "run 1: compared exact") is None
+    assert title(plots.over_steps(rows, value="cosine")).startswith("first divergent: b in step")
+    suspect = plots.first_divergent(rows, value="cosine")
+    assert suspect is not None
+    assert (suspect["name"], suspect["rank"]) == ("b", 1)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -595,8 +621,8 @@ def test_many_steps_share_strips_and_lose_no_maximum() -> None:
 
 
 def test_a_strip_shows_the_largest_magnitude_whatever_its_sign() -> None:
-    rows = [row("h", 0.0, step=s, cosine=-0.5 if s == 777 else 1e-7) for s in range(1000)]
-    shown = by_gid(plots.ranks(frame(*rows), "h", value="cosine"), "cells").get_array()
+    rows = [row("h", 0.0, step=s, mean_target=-0.5 if s == 777 else 1e-7) for s in range(1000)]
+    shown = by_gid(plots.ranks(frame(*rows), "h", value="mean_target"), "cells").get_array()
     assert (shown.max(), np.argmax(shown)) == (0.5, 777 // 5)
 
 
@@ -901,7 +927,7 @@ def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
     assert right.get_xlabel() == "|target - baseline|  (tensor's units)"
     assert left.get_ylabel() == right.get_ylabel() == "elements  (count)"
     assert left.get_title(loc="left") == "attn_out\nnot finite: baseline 0, target 1"
-    assert right.get_title(loc="left").startswith("250 of 999 elements differ\nmean 0.00025")
+    assert right.get_title(loc="left").startswith("250 of 999 elements differ, and 1 that are not finite\nmean")
     assert right.patches[-1].get_height() == 749
     assert right.get_xticklabels()[0].get_text() == "0"
     first, second = (patch.get_data().edges for patch in left.patches[-2:])
@@ -941,6 +967,17 @@ def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
     assert "worst at [99]: baseline 99, target 198" in title(figure)
     assert ax.get_xlim() == ax.get_ylim()
     assert "every pair is equal" in title(plots.scatter(torch.ones(3), torch.ones(3)))
+
+
+def test_no_figure_of_a_pair_calls_one_equal_whose_non_finite_values_differ() -> None:
+    one = torch.tensor([1.0, math.nan, math.inf, math.inf, 2.0])
+    other = torch.tensor([1.0, math.nan, math.inf, -math.inf, math.nan])
+    for draw in (plots.heatmap, plots.histogram, plots.scatter):
+        same, differing = (in_words(draw(one, each)) for each in (one, other))
+        assert "every pair is equal" in same
+        assert "every pair is equal" not in differing
+        assert "every finite pair is equal" in differing
+    assert "4 with a non-finite value left out (2 unequal)" in title(plots.scatter(one, other))
 
 
 # --- what every figure promises

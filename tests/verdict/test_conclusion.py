@@ -45,6 +45,14 @@ def test_a_tap_has_one_line_for_all_ranks_and_one_for_its_recomputed_forward() -
     ]
 
 
+@pytest.mark.parametrize(("since", "status"), [(4, "compared"), (5, "compared"), (6, "unmatched")])
+def test_a_tap_that_one_side_no_longer_has_does_not_stay_compared(since: int, status: str) -> None:
+    alone = row("h", side="baseline", step=since, rel_l2=None, status="unmatched")
+    found = conclude_from([alone, row("h", step=5, rel_l2=0.0), row("h", rank=1, step=5, rel_l2=1e-7)])
+    assert [line.row.status for line in found.lines] == [status]
+    assert ("Not compared: 1 unmatched." in explorer.headline(found)) == (status == "unmatched")
+
+
 def test_the_headline_has_the_most_important_sentence_of_several() -> None:
     rows = [row("a", rel_l2=1e-7), row("b", rel_l2=0.5), row("c", rel_l2=None, status="failed", error="it broke")]
     found = conclude_from(rows, noise_floor=FLOOR)

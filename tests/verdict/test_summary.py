@@ -175,6 +175,7 @@ def test_a_failed_transform_comes_first_with_its_error() -> None:
     failed = {"rel_l2": None, "nonfinite_differ": None, "status": "failed", "error": "ValueError: no such dim\n  File"}
     rows = frame({"name": "a", "rel_l2": 0.5}, {"name": "b", **failed}, {"name": "c", **failed})
     assert differences(rows)[0] == ("the transform failed in 2 rows, first at b on target[0]: ValueError: no such dim")
+    assert "first at b on target[0] in step 4: ValueError" in differences(rows.assign(step=[3, 4, 5]))[0]
 
 
 def test_an_infinite_difference_is_the_largest() -> None:

@@ -391,9 +391,11 @@ def test_an_output_without_a_partner_is_reported_as_not_compared() -> None:
     ("fewer", "more", "status"), [("target", "baseline", "unmatched"), ("baseline", "target", "missing")]
 )
 def test_a_last_call_of_one_side_alone_clears_nothing(fewer: str, more: str, status: str) -> None:
-    alone = tap("out", 3, None, status=status, side=more)
-    (said,) = unexplained(tap("out", 1), tap("out", 2), alone).without_partner(None)
-    assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lack a partner, the last")
+    alone = tap("out", 3, None, status=status, side=more, occurrence=2)
+    measured = (tap("out", 1), tap("out", 2, occurrence=1))
+    (said,) = unexplained(*measured, alone).without_partner(None)
+    assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lacks a partner, the last")
+    assert unexplained(*measured, alone, alone._replace(rank=1)).without_partner(None) == [said]
     assert len(unexplained(tap("out", 1), tap("y", 2), alone).without_partner("y", "out")) == 1
     # An earlier call without a partner is not the output.
     assert unexplained(tap("out", 1), tap("out", 4), alone).without_partner("out") == []

@@ -142,6 +142,22 @@ def test_the_first_line_is_the_conclusion_with_step_plan_and_floor(session: gl.S
     assert board.view["floor"] == 1e-5
 
 
+def test_the_first_line_says_that_the_run_failed(session: gl.Session, board: BoardScreen) -> None:
+    def equal_until_it_raises() -> None:
+        me = gl.here()
+        assert me is not None
+        gl.tap("h", torch.ones(4))
+        if me.side == "target" and me.rank:
+            raise ValueError("no such token")
+
+    with pytest.raises(gl.RunError):
+        session.run(equal_until_it_raises, equal_until_it_raises)
+    board.panel.refresh()
+    number = session.runs[-1].number
+    assert board.shown("verdict").startswith(f"Run {number} failed on target[1] (ValueError: no such token), step ")
+    assert f"Run {number} failed on target[1]" in board.panel.static_html()
+
+
 def test_taps_without_a_pair_are_counted_in_the_first_line(session: gl.Session, board: BoardScreen) -> None:
     session.run(lambda: gl.tap("h", torch.ones(2)), lambda: gl.tap("other", torch.ones(2)))
     board.panel.refresh()

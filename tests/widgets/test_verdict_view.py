@@ -98,6 +98,7 @@ def test_the_stop_button_ends_a_verdict_and_restores_the_plan(screen: Screen) ->
     # The page's messages are read once nothing is busy, so the view is called directly.
     screen.panel._judged._judge("endless()")
     wait_until(lambda: len(session.runs) > runs and session.runs[-1].steps > 0, "its first run")
+    assert "judging" not in screen.panel.static_html(), "a saved notebook would say so for good"
     screen.click("stop")
     screen.settle()
     assert screen.message.startswith("the verdict was stopped in run 1; its code on the ranks was interrupted, and")
