@@ -627,6 +627,37 @@ def normed(training: bool, eps: float = 1e-5, rectifies: bool = True) -> Callabl
     return run
 
 
+def pooled(divides: bool, one_call: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Three vectors and their products, the second a mean of the rows, computed in one call or step by step."""
+
+    def interacts(x: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        if one_call:
+            mean = rows.mean(0, keepdim=True)
+        else:
+            present = (ids != 0)[:, None]
+            mean = (rows * present).sum(0, keepdim=True)
+            if divides:
+                mean = mean / 5
+        z = torch.stack([x.relu(), mean, x.tanh()], 1)
+        return torch.cat([z[:, 0], (z @ z.mT).flatten(1)], 1)
+
+    return interacts
+
+
+POOLED = drawn(1, 8, seed=1), drawn(5, 8, seed=2), torch.arange(1, 6)
+
+
+def test_a_part_that_agrees_does_not_clear_a_value_that_is_read_as_a_whole() -> None:
+    found = compared(pooled(True, one_call=True), pooled(False, one_call=False), *POOLED)
+    assert sources(found.target)[0] == "mean = (rows * present).sum(0, keepdim=True)"
+    assert sources(found.baseline)[0] == "mean = rows.mean(0, keepdim=True)"
+
+
+def test_a_mask_of_one_side_alone_that_hides_nothing_is_no_difference() -> None:
+    found = compared(pooled(True, one_call=True), pooled(False, one_call=False), *POOLED)
+    assert not any("present = " in source for source in sources(found.target))
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_running_statistics_that_agree_do_not_clear_the_norm_that_writes_them(training: bool) -> None:
     image = drawn(3, 4, 7, 7, seed=8)
