@@ -177,6 +177,21 @@ def test_a_cast_in_the_wrong_place_is_found_in_low_precision() -> None:
     assert sources(found.baseline)[0] == "return (weight * y).to(x.dtype)"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_lines_between_operations_on_nested_tensors_are_named(layout: torch.layout) -> None:
+    def doubled(factor: float) -> Callable[[Tensor], Tensor]:
+        def computes(x: Tensor) -> Tensor:
+            nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout) * 2
+            rows = torch.cat(nested.unbind()).tanh()
+            return rows * factor
+
+        return computes
+
+    found = compared(doubled(1.5), doubled(2.5), drawn(5, 8))
+    assert sources(found.target) == ["return rows * factor"]
+
+
 def test_an_operation_that_the_target_lacks_is_named_on_the_baseline() -> None:
     found = compared(lambda x: x.tanh() * 3, lambda x: x.tanh(), Q)
     assert found.target == []
