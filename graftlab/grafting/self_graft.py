@@ -2,7 +2,8 @@
 
 The code runs once, and every tap is recorded. It runs again, and must show the same values. Then it runs with each tap
 overwritten by its own record, moved by one unit in the last place up or down at random: a tap's difference from its
-record is then the effect of rounding before it. All of this happens on the rank, without the other side.
+record is then the effect of rounding before it. Taps that the other side does not have are moved and not overwritten,
+so that rounding before them adds up as it does in the target. All of this happens on the rank, without the other side.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class SelfGraft:
 
 def graft_self(
     call: Call,
-    dtypes: Mapping[str, str],
+    dtypes: Mapping[str, str] | None,
     *,
     budget: int,
     exact: Call | None = None,
@@ -90,11 +91,12 @@ def graft_self(
 ) -> SelfGraft:
     """Run ``call`` against itself; see the module.
 
-    ``dtypes`` maps a tap to the coarser dtype of its pair, if that is not its own; the keys are the names from
-    ``paired_names``, one for each pair of the tap. ``keep`` are the groups whose last record is returned. The record
-    has at most ``budget`` bytes; later taps are counted, and not grafted. ``doubtful`` are names of taps, as in
-    ``dtypes``, that differ from the target's by more than one rounding: if moving other taps moves none of these, as
-    in a loop whose only tap is the logits, the call is repeated in float64.
+    ``dtypes`` maps each tap that is grafted into the target to the coarser dtype of its pair, blank if that is its own;
+    None stands for all taps, and the keys are the names from ``paired_names``, one for each pair of the tap. ``keep``
+    are the groups whose last record is returned. The record has at most ``budget`` bytes; later taps are counted, and
+    not grafted. ``doubtful`` are names of taps, as in ``dtypes``, that differ from the target's by more than one
+    rounding: if moving other taps moves none of these, as in a loop whose only tap is the logits, the call is repeated
+    in float64.
     """
     record = SelfGraftRecorder(budget)
     result = _copied(_run(call, record))
@@ -111,8 +113,7 @@ def graft_self(
     if found.not_repeated:
         return found
 
-    def dtype_of(name: str) -> str:
-        return next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), "")
+    dtype_of = of_paired_names(dtypes, paired_names)
 
     def measure_in_higher_precision(exact: Call, only: Collection[str] | None = None) -> None:
         twin = SelfGrafter(record.taps, dtype_of, moves=False)
@@ -142,6 +143,15 @@ def graft_self(
             if agrees:
                 measure_in_higher_precision(partial(_in_float64, call), still)
     return found
+
+
+def of_paired_names(
+    dtypes: Mapping[str, str] | None, paired_names: Callable[[str], Sequence[str]]
+) -> Callable[[str], str | None]:
+    """The function that looks up a tap in ``dtypes`` of :func:`graft_self`; None stands for a tap without a graft."""
+    if dtypes is None:
+        return lambda name: ""
+    return lambda name: next((dtypes[paired] for paired in paired_names(name) if paired in dtypes), None)
 
 
 def _never_moved(rows: Sequence[AddedRounding], is_doubtful: Callable[[str], bool]) -> set[str]:
@@ -415,12 +425,15 @@ class GroupChanger(RepeatComparer):
 
 
 class SelfGrafter(CountingHandler):
-    """Measures each tap against its record and overwrites it; without ``resets``, moves the tap's current value."""
+    """Measures each tap against its record and overwrites it.
+
+    Without ``resets``, or where ``dtype_of`` returns None, the tap's current value is moved.
+    """
 
     def __init__(
         self,
         taps: Mapping[CallKey, TapRecord],
-        dtype_of: Callable[[str], str],
+        dtype_of: Callable[[str], str | None],
         seed: int = 0,
         *,
         moves: bool = True,
@@ -437,16 +450,16 @@ class SelfGrafter(CountingHandler):
         if recorded is None or (value := recorded.value).shape != own.shape:
             return None
         self.rows.append(_added(recorded, value, own))
-        value = value if self._resets else own.detach()
+        other = self._dtype_of(place[0])
+        value = value if self._resets and other is not None else own.detach()
         if not self._moves:
             return value
-        other = self._dtype_of(place[0])
         # Seeded by the tap's position, so that ranks with copies of one value move them alike.
         seed = self._seed + 7919 * len(self.rows)
         own_dtype = str(value.dtype).removeprefix("torch.")
         if is_quantised(own_dtype) and not other:
             return _few_moved(value, roundoff(own_dtype) / quantised_roundoff(own_dtype, self._dtypes), seed)
-        return moved(value, getattr(torch, other, value.dtype), seed)
+        return moved(value, getattr(torch, other or "", value.dtype), seed)
 
 
 def _few_moved(value: torch.Tensor, distance: float, seed: int) -> torch.Tensor:

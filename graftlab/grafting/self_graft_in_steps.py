@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 from graftlab.base.tags import TagItems
 from graftlab.base.tap_groups import group_of
-from graftlab.grafting.self_graft import CountingHandler, RepeatComparer, SelfGraft, SelfGrafter, SelfGraftRecorder
+from graftlab.grafting.self_graft import (
+    CountingHandler,
+    RepeatComparer,
+    SelfGraft,
+    SelfGrafter,
+    SelfGraftRecorder,
+    of_paired_names,
+)
 from graftlab.taps.calls import TapHandler, ambient
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]
@@ -41,8 +48,8 @@ class SelfGraftInSteps:
     ) -> None:
         self.found = SelfGraft()
         self._passes, self._steps = tuple(passes), steps
-        self._budget, self._dtypes, self._keep = budget, dict(dtypes or {}), tuple(keep)
-        self._paired_names = paired_names
+        self._budget, self._keep = budget, tuple(keep)
+        self._dtype_of, self._paired_names = of_paired_names(dtypes, paired_names), paired_names
         self._record: SelfGraftRecorder = SelfGraftRecorder(budget) if before is None else before._record
         self._first: int | None = None
         self._at = -1
@@ -91,9 +98,6 @@ class SelfGraftInSteps:
             found.outputs = ended.rows
         elif isinstance(ended, SelfGrafter):
             found.added = ended.rows
-
-    def _dtype_of(self, name: str) -> str:
-        return next((self._dtypes[paired] for paired in self._paired_names(name) if paired in self._dtypes), "")
 
 
 class _SerialHandler:

@@ -169,7 +169,7 @@ class JobGrafter(Grafter):
             order.passes,
             order.steps,
             budget=order.budget,
-            dtypes=order.dtypes,
+            dtypes=order.dtypes or None,
             keep=order.keep,
             paired_names=lambda name: self.plan.paired_names(self.place.side, name),
             before=before,

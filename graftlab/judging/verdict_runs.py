@@ -44,6 +44,7 @@ from graftlab.ranks.remote_functions import (
     repeat_callee,
 )
 from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import ModuleCall
 from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, records
 from graftlab.verdict.first_step import FirstDifference
@@ -559,8 +560,8 @@ def _is_beyond_one_rounding(row: Mapping[str, Any]) -> bool:
 
 
 def coarser_dtypes(rows: pd.DataFrame) -> dict[str, str]:
-    """The coarser of both sides' dtypes at each tap where they differ, by name."""
-    dtypes: dict[str, str] = {}
+    """The coarser of both sides' dtypes at each measured tap, by name; blank where they are equal."""
+    dtypes = dict.fromkeys(rows[rows["status"].isin(MEASURED)]["name"], "")
     for row in records(rows[rows["cast"].notna()]):
         if not cast_dtypes(row["cast"]):
             continue

@@ -469,7 +469,7 @@ class _Side:
             for number in each.outputs:
                 own = has(number)
                 size = math.prod(self.trace.values[number].shape)
-                taken = _KnownShare()
+                taken, rest = _KnownShare(), 0
                 if self.trace.values[number].dtype in COUNTS:
                     # A part of chosen indices may be right by chance.
                     own |= {*readers[each.index, number]} <= rescued and bool(readers[each.index, number])
@@ -479,8 +479,11 @@ class _Side:
                 for index in readers[each.index, number]:
                     if (made := self._part_of(by_index[index], number)) is None:
                         own |= index in rescued
+                        # What reads the whole, and is lost, may read the rest.
+                        rest = size
                     else:
                         taken.add(made, index in rescued)
+                taken.add(max(rest - taken.all, 0), False)
                 own |= taken.are_most
                 parts.add(size, own)
                 wholes += [own] if number in used else []
@@ -539,10 +542,13 @@ class _Side:
         sources = self._sources
         outputs = {each.index: each.outputs for each in self.trace.operations}
         for each in self.trace.operations:
-            if reads_shape_alone(each) or (each.outputs and all(self._is_constant(number) for number in each.outputs)):
-                # Even a wrong value gives this constant if multiplied by zero, or this result by its shape.
+            if reads_shape_alone(each):
                 continue
+            is_constant = bool(each.outputs) and all(map(self._is_constant, each.outputs))
             for number in each.inputs:
+                # Even a wrong value gives a constant if multiplied by zero. A constant made of another hides nothing.
+                if is_constant and not self._is_constant(number):
+                    continue
                 for index in sources[number]:
                     of = number if number in outputs[index] else outputs[index][0] if outputs[index] else number
                     found[index, of].append(each.index)

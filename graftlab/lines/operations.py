@@ -187,7 +187,7 @@ _Described: TypeAlias = "_TensorKind | _PlainValue | tuple[_Described, ...]"
 
 def _described(value: Any) -> _Described:
     if isinstance(value, torch.Tensor):
-        return _TensorKind(DTYPE_NAMES[value.dtype], tuple(value.shape))
+        return _TensorKind(DTYPE_NAMES[value.dtype], _shape(value))
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     # Others, such as a collective's process group, cannot be hashed, and are not written out.
@@ -463,7 +463,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 begun.node is not None,
                 self.present_step(),
                 begun.arguments,
-                (*begun.shapes, *(tuple(each.shape) for each in results[:1])),
+                (*begun.shapes, *map(_shape, results[:1])),
                 signature.has_later_result,
                 tuple(parts),
             )
@@ -619,7 +619,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _key(memory: _Storage, tensor: torch.Tensor) -> tuple[Any, ...]:
         """What identifies a tensor's present value."""
         place = (tensor.storage_offset(), tensor.stride()) if _is_plain(tensor) else type(tensor)
-        return memory.life, memory.writes, tensor.shape, place, tensor.dtype
+        return memory.life, memory.writes, _shape(tensor), place, tensor.dtype
 
     def _made_again(self, number: int, view: torch.Tensor, index: int) -> int:
         """A new value for a view that an earlier operation has made too: this operation's line leads to its readers."""
@@ -666,11 +666,16 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape; of a nested one, which has no numbers for it, that of all its elements."""
+    return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:
-    shape = tuple(tensor.shape)
+    shape = _shape(tensor)
     return _Layout(shape, int(tensor.storage_offset()), tensor.stride()) if _is_plain(tensor) else _Layout(shape)
 
 

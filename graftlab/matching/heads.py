@@ -1,8 +1,9 @@
-"""Checks the order of rows within attention heads, which must be the same for q and k, and for v and o."""
+"""Checks the order of rows within attention heads, the same for q and k, and for v and o, and that of gates."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ Order = npt.NDArray[np.int64]
 
 # The parameters whose rows, or for o columns, are the features of heads, each with the one that it must agree with.
 _AGREE = (("q", "k"), ("v", "o"))
+# A parameter of a recurrent layer: its module, its layer and its direction.
+_RECURRENT = re.compile(r"(.*)(?:weight|bias)_(?:ih|hh)((?:_l\d+)?(?:_reverse)?)")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,40 @@ def odd_heads(
                 f"in heads of {size}: one attention has heads of one size"
             )
             problems.append(Contradiction(roles[other].pair.target, text))
+    return problems
+
+
+def odd_gates(pairs: Sequence[Pair], baseline: Mapping[str, RecordedTap]) -> list[Contradiction]:
+    """Sentences on parameters of recurrent layers whose rows, the gates, have another order than others of the layer.
+
+    A layer adds what its parameters compute for a gate, so any order is right if all have it.
+    """
+    layers: dict[tuple[str, str], list[tuple[Pair, tuple[int, ...]]]] = defaultdict(list)
+    for pair in pairs:
+        found = _RECURRENT.fullmatch(pair.baseline)
+        shape = baseline[pair.baseline].shape
+        if found is None or pair.whole != "baseline" or not 1 <= len(shape) <= 2:
+            continue
+        rows = torch.arange(shape[0], device="cpu").reshape(-1, *[1] * (len(shape) - 1))
+        try:
+            along = _along(pair.layout.local(rows.expand(tuple(shape)).contiguous()))
+        except LayoutError:
+            continue
+        if along is not None:
+            layers[found[1], found[2]].append((pair, tuple(along[1].tolist())))
+    usual = Counter(order for own in layers.values() for _, order in own)
+    problems = []
+    for own in layers.values():
+        kept, order = max(own, key=lambda each: usual[each[1]])
+        problems += [
+            Contradiction(
+                pair.target,
+                f"{pair.target} is {pair.baseline} with its rows in another order than {kept.target} has those of "
+                f"{kept.baseline}: all gates of one recurrent layer have one order",
+            )
+            for pair, other in own
+            if other != order
+        ]
     return problems
 
 

@@ -13,7 +13,7 @@ from graftlab.base.quantisation import is_quantised
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, Part, Rearrange, Scale
 from graftlab.matching.contradictions import Contradiction, first_taps, odd_layouts, other_roles, uncovered
-from graftlab.matching.heads import odd_heads
+from graftlab.matching.heads import odd_gates, odd_heads
 from graftlab.matching.names import last_role, layer_of, module_of, path_numbers_of, place_of, role_of, similarity
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
@@ -31,8 +31,10 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     names = {each.tap for each in wrong}
     problems = wrong
     problems += _odd_transpositions(sure, baseline)
+    problems += [each for each in _odd_kernels(sure, baseline) if each.tap not in names]
     problems += _odd_biases(sure)
     problems += odd_heads(sure, baseline, target, names)
+    problems += odd_gates(sure, baseline)
     problems += [each for each in _held_twice(sure, baseline) if each.tap not in names]
     for pair in pairs:
         problems += [Contradiction(pair.target, text) for text in _changed_values(pair, baseline, target)]
@@ -197,6 +199,41 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradi
             )
             problems.append(Contradiction(pair.target, text))
     return problems
+
+
+def _odd_kernels(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
+    """Kernels whose dims are exchanged, where all kernels are as high as wide, so that only the others show it."""
+    kernels: dict[int, list[tuple[Pair, tuple[int, ...]]]] = defaultdict(list)
+    for pair in pairs:
+        shape = baseline[pair.baseline].shape
+        order = _order_of_dims(pair.layout, len(shape))
+        # Without rows and columns, any order fits.
+        if order is not None and len(shape) > 3 and shape.count(1) < 2:
+            kernels[len(shape)].append((pair, order))
+    problems = []
+    for of_dims in kernels.values():
+        usual, count = Counter(order for _, order in of_dims).most_common(1)[0]
+        example = next(pair for pair, order in of_dims if order == usual)
+        for pair, order in of_dims:
+            moved = [one for one, other in zip(order, usual, strict=True) if one != other]
+            sizes = ([baseline[each.baseline].shape[dim] for dim in moved] for each, _ in of_dims)
+            if moved and 2 * (len(of_dims) - count) <= count and all(len(set(own)) == 1 for own in sizes):
+                text = (
+                    f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, and {count} other kernels "
+                    f"are in the layout {example.layout.text!r}: all are as high as wide, so they fit either way"
+                )
+                problems.append(Contradiction(pair.target, text))
+    return problems
+
+
+def _order_of_dims(layout: Layout, dims: int) -> tuple[int, ...] | None:
+    """The baseline's dims in the target's order; None for a layout that is no permutation of them."""
+    if not layout.steps:
+        return tuple(range(dims))
+    if len(layout.steps) > 1 or not isinstance(layout.steps[0], Rearrange):
+        return None
+    before, _, after = (part.split() for part in layout.steps[0].text.partition("->"))
+    return tuple(map(before.index, after)) if sorted(before) == sorted(after) and len(before) == dims else None
 
 
 def _odd_biases(pairs: Sequence[Pair]) -> list[Contradiction]:

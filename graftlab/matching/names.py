@@ -163,7 +163,10 @@ _LAST = {
     "beta": "the bias",
     "running_mean": "the running mean",
     "running_var": "the running variance",
+    "moving_mean": "the running mean",
+    "moving_variance": "the running variance",
 }
+_SEPARATORS = re.compile("[./]")
 # For fused tensors: the roles of the parts, in order.
 _FUSED: list[tuple[re.Pattern[str], tuple[str, ...]]] = [
     (re.compile(pattern, re.IGNORECASE), roles)
@@ -200,8 +203,10 @@ def fused_roles(name: str) -> tuple[str, ...]:
 
 def last_role(name: str) -> str | None:
     """The kind of parameter in a name: weight, bias or a running statistic; else None."""
-    last = name.rpartition(".")[2].lower()
-    for word in (last, last.rpartition("_")[2]):
+    last = _SEPARATORS.split(name)[-1].lower()
+    words = last.split("_")
+    # In a name without modules, the kind follows the module: layer1_0_bn1_running_mean.
+    for word in (last, "_".join(words[-2:]), words[-1]):
         if word in _LAST:
             return _LAST[word]
     return None

@@ -171,7 +171,8 @@ def _items(state: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> list[Rec
 def match_siblings(matcher: Matcher) -> None:
     """Pair a parameter without a partner like the others of its module, in the same layout."""
     for pair in list(matcher.pairs):
-        if not pair.by_value:
+        # In names without modules, all parameters would be of one module.
+        if not pair.by_value or not module_of(pair.target):
             continue
         outer, inner = module_of(pair.baseline), module_of(pair.target)
         if pair.whole == "target":

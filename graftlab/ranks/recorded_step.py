@@ -26,6 +26,7 @@ from graftlab.grafting.self_graft import (
     changed_results,
     in_words,
     note_returned,
+    of_paired_names,
 )
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.held_call import repeat_call
@@ -74,24 +75,19 @@ def compare_with_record(folder: str) -> list[str]:
 
 
 def graft_record(
-    folder: str, dtypes: Mapping[str, str], plan: GraftPlan, keep: Sequence[str], *, resets: bool
+    folder: str, dtypes: Mapping[str, str] | None, plan: GraftPlan, keep: Sequence[str], *, resets: bool
 ) -> SelfGraft:
     """Make the step with each tap moved by one rounding, and with ``resets`` overwritten by its record.
 
     ``dtypes``, ``plan`` and ``keep`` are as for :func:`graftlab.ranks.remote_functions.graft_baseline_into_itself`.
     """
     taps, results = _read(folder)
-
     names = partial(plan.paired_names, "baseline")
-
-    def dtype_of(name: str) -> str:
-        return next((dtypes[paired] for paired in names(name) if paired in dtypes), "")
-
     found = SelfGraft()
     for recorded in taps.values():
         groups = (group_of(name, recorded.tags) for name in names(recorded.place[0]))
         found.last.update({group: recorded.value.cpu() for group in groups if group in keep})
-    grafter = SelfGrafter(taps, dtype_of, int(not resets), resets=resets)
+    grafter = SelfGrafter(taps, of_paired_names(dtypes, names), int(not resets), resets=resets)
     with handled_by(grafter):
         again = repeat_call()
     if resets:

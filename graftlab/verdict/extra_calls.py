@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ _ALONE = ("missing", "unmatched")
 
 
 def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
-    """A sentence for each tap of the ``named`` groups that both sides reach, and one side more often.
+    """A sentence on the taps of the ``named`` groups that both sides reach, and one side more often, for each count.
 
     Calls of a tap under the same tags are paired in their order. After a call that only one side makes, each is
     compared with another call, and a graft puts another call's value there.
@@ -38,20 +38,29 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
             both[place] += 1
             own = ", ".join(f"{name}={value}" for name, value in display_tags(row["tags"]).items())
             shown[place] = row["name"], f" ({own})" if own else ""
-    sentences: dict[str, str] = {}
+    by_counts: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    seen: set[str] = set()
     for (*key, side), more in alone.items():
         place = tuple(key)
-        if both[place] and shown[place][0] not in sentences:
+        if both[place] and shown[place][0] not in seen:
             name, own = shown[place]
+            seen.add(name)
             other = "baseline" if side == "target" else "target"
             often, seldom = counted(both[place] + more, "time"), counted(both[place], "time")
-            sentences[name] = (
-                f"The {side} reaches {name}{own} {often} and the {other} {seldom}. Calls are paired in order, so "
-                f"after the first call that only one side makes, {name} is compared with and grafted from the wrong "
-                "call, and the findings below may be consequences. Distinguish the calls with gl.tags, or leave the "
-                "extra call untapped."
-            )
-    return list(sentences.values())
+            by_counts[side, f"{often} and the {other} {seldom}"][name] = f"{name}{own}"
+    sentences = []
+    for (side, times), taps in by_counts.items():
+        which = next(iter(taps)) if len(taps) == 1 else "each of them"
+        reached = first_of([*taps.values()], 4)
+        if len(taps) > 1:
+            reached = f"each of {len(taps)} taps ({reached})"
+        sentences.append(
+            f"The {side} reaches {reached} {times}. Calls are paired in order, so "
+            f"after the first call that only one side makes, {which} is compared with and grafted from the wrong "
+            "call, and the findings below may be consequences. Distinguish the calls with gl.tags, or leave the "
+            "extra call untapped."
+        )
+    return sentences
 
 
 def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

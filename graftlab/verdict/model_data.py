@@ -171,8 +171,11 @@ def misplaced_weights(compared: pd.DataFrame, threshold: float) -> list[str]:
     found: dict[str, None] = {}
     for row in rows:
         if row["std_target"] and _differs(row, threshold):
-            origin = of_baseline.get(_traits(row, "target"), row["name"])
-            if origin != row["name"]:
+            traits = _traits(row, "target")
+            origin = of_baseline.get(traits, row["name"])
+            # A weight of the same numbers in another order, such as its transpose, is in its place.
+            is_reordered = row["std_baseline"] and traits == _traits(row, "baseline")
+            if origin != row["name"] and not is_reordered:
                 found[f"the target's {row['name']} is the baseline's {origin}"] = None
     if not found:
         return []

@@ -185,7 +185,7 @@ def test_distance_from_float64_shows_rounding_within_a_tap(rank: GrafterWorld) -
         with in_float64():
             return small_steps(x)
 
-    found = graft_self(lambda: small_steps(x), {}, budget=1 << 20, exact=exact)
+    found = graft_self(lambda: small_steps(x), None, budget=1 << 20, exact=exact)
     [at_x, at_y] = found.exact
     assert (at_x.name, at_x.rel_l2) == ("x", 0.0)
     assert at_y.rel_l2 == pytest.approx(1.001**50 - 1, rel=1e-2)

@@ -40,7 +40,7 @@ def by_name(rows: list[Any]) -> dict[str, Any]:
 
 
 def graft(call: Any, **options: Any) -> SelfGraft:
-    return graft_self(call, options.pop("dtypes", {}), **{"budget": BUDGET, **options})
+    return graft_self(call, options.pop("dtypes", None), **{"budget": BUDGET, **options})
 
 
 # ---- moving by one unit in the last place ---------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_where_both_sides_quantise_few_numbers_move() -> None:
 
 
 def test_where_one_side_quantises_alone_every_number_moves() -> None:
-    rows = by_name(graft(lambda: quantised(torch.float32), dtypes={"q": "float8_e4m3fn"}).added)
+    rows = by_name(graft(lambda: quantised(torch.float32), dtypes={"x": "", "q": "float8_e4m3fn", "y": ""}).added)
     assert 0.07 < rows["y"].rel_l2 < 0.11
 
 
@@ -159,6 +159,19 @@ def test_repeated_calls_of_a_tap_are_distinguished() -> None:
 def test_the_coarser_dtype_of_a_tap_is_that_it_is_moved_by() -> None:
     narrow = by_name(graft(chain, dtypes={"layers.0.x": "bfloat16"}).added)
     assert 1e-4 < narrow["layers.1.x"].rel_l2 < 1e-2
+
+
+def test_rounding_adds_up_over_taps_that_are_not_grafted() -> None:
+    def deep() -> None:
+        x = gl.tap("given", torch.linspace(0.5, 2.0, 1000))
+        for n in range(100):
+            x = gl.tap(f"layers.{n}.x", x * 1.1 / 1.1)
+        gl.tap("y", x * 3)
+
+    whole, alone = by_name(graft(deep).added), by_name(graft(deep, dtypes={"given": "", "y": ""}).added)
+    assert whole["y"].rel_l2 < 3e-7
+    # A hundred random steps.
+    assert 5e-7 < alone["y"].rel_l2 < 2e-6
 
 
 def test_self_graft_overwrites_in_place_and_in_module_outputs() -> None:

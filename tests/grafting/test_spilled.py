@@ -70,7 +70,7 @@ def test_a_self_graft_keeps_less_than_two_tensors_beyond_the_calls_own() -> None
     call()
     own = max(seen)
     seen.clear()
-    found = graft_self(call, {}, budget=1 << 30)
+    found = graft_self(call, None, budget=1 << 30)
     assert len(found.added) == _TAPS
     assert len(seen) == 4 * _TAPS
     assert max(seen) - own < 2 * _NUMBERS * 4
@@ -81,7 +81,7 @@ def test_without_room_on_the_disk_the_record_takes_memory(monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    found = graft_self(lambda: gl.tap("x", torch.linspace(0.5, 2.0, 10)), {}, budget=1 << 20)
+    found = graft_self(lambda: gl.tap("x", torch.linspace(0.5, 2.0, 10)), None, budget=1 << 20)
     assert [each.name for each in found.added] == ["x"]
     assert not found.not_repeated
 

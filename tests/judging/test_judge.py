@@ -76,6 +76,22 @@ def test_a_verdict_names_the_differing_group_and_its_layers(
     assert (f"With the baseline's {group} the output out agrees (" in verdict.text) == (group != "out")
 
 
+def tapped_by_the_baseline(wrong: bool) -> torch.Tensor:
+    """Two hundred steps, which the baseline alone taps; the target rounds them differently."""
+    is_target = gl.here().side == "target"
+    x = gl.tap("given", torch.linspace(0.5, 2.0, 1000))
+    for n in range(200):
+        x = x * 1.3 / 1.3 if is_target else gl.tap(f"layers.{n}", x * 1.1 / 1.1)
+    return gl.tap("out", x * (1 + 1e-5 * (wrong and is_target)))
+
+
+def test_rounding_before_taps_of_the_baseline_alone_is_no_difference(session: gl.Session) -> None:
+    verdict = session.verdict(tapped_by_the_baseline, tapped_by_the_baseline, args=(False,))
+    assert verdict.named == []
+    assert verdict.text.startswith("Nothing that was checked adds more than rounding (")
+    assert session.verdict(tapped_by_the_baseline, tapped_by_the_baseline, args=(True,)).named == ["out"]
+
+
 class Counted:
     """An argument that counts how often it was sent."""
 

@@ -196,6 +196,21 @@ def test_a_cast_in_the_wrong_place_is_found_in_low_precision() -> None:
     assert sources(found.baseline)[0] == "return (weight * y).to(x.dtype)"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_lines_between_operations_on_nested_tensors_are_named(layout: torch.layout) -> None:
+    def doubled(factor: float) -> Callable[[Tensor], Tensor]:
+        def computes(x: Tensor) -> Tensor:
+            nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout) * 2
+            rows = torch.cat(nested.unbind()).tanh()
+            return rows * factor
+
+        return computes
+
+    found = compared(doubled(1.5), doubled(2.5), drawn(5, 8))
+    assert sources(found.target) == ["return rows * factor"]
+
+
 def test_an_operation_that_the_target_lacks_is_named_on_the_baseline() -> None:
     found = compared(lambda x: x.tanh() * 3, lambda x: x.tanh(), Q)
     assert found.target == []
@@ -644,6 +659,37 @@ def normed(training: bool, eps: float = 1e-5, rectifies: bool = True) -> Callabl
         return F.conv2d(hidden.tanh(), weight)
 
     return run
+
+
+def pooled(divides: bool, one_call: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Three vectors and their products, the second a mean of the rows, computed in one call or step by step."""
+
+    def interacts(x: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        if one_call:
+            mean = rows.mean(0, keepdim=True)
+        else:
+            present = (ids != 0)[:, None]
+            mean = (rows * present).sum(0, keepdim=True)
+            if divides:
+                mean = mean / 5
+        z = torch.stack([x.relu(), mean, x.tanh()], 1)
+        return torch.cat([z[:, 0], (z @ z.mT).flatten(1)], 1)
+
+    return interacts
+
+
+POOLED = drawn(1, 8, seed=1), drawn(5, 8, seed=2), torch.arange(1, 6)
+
+
+def test_a_part_that_agrees_does_not_clear_a_value_that_is_read_as_a_whole() -> None:
+    found = compared(pooled(True, one_call=True), pooled(False, one_call=False), *POOLED)
+    assert sources(found.target)[0] == "mean = (rows * present).sum(0, keepdim=True)"
+    assert sources(found.baseline)[0] == "mean = rows.mean(0, keepdim=True)"
+
+
+def test_a_mask_of_one_side_alone_that_hides_nothing_is_no_difference() -> None:
+    found = compared(pooled(True, one_call=True), pooled(False, one_call=False), *POOLED)
+    assert not any("present = " in source for source in sources(found.target))
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -346,6 +346,69 @@ def test_two_layers_are_swapped_although_one_side_has_a_number_that_counts_nothi
 # ---- what cannot be matched -----------------------------------------------------------------------------------------
 
 
+# ---- convolutions and recurrent layers ------------------------------------------------------------------------------
+
+
+def convolutions() -> State:
+    """Three convolutions, each with a norm, as of torch."""
+    generator = torch.Generator().manual_seed(0)
+    state: State = {}
+    for n, (inner, outer) in enumerate([(3, 6), (6, 6), (6, 8)]):
+        state[f"stage.{n}.conv.weight"] = torch.randn(outer, inner, 3, 3, generator=generator)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            state[f"stage.{n}.bn.{name}"] = torch.rand(outer, generator=generator)
+        state[f"stage.{n}.bn.num_batches_tracked"] = torch.tensor(0)
+    return state
+
+
+def flat(state: State) -> State:
+    """The state in names without modules, with kernels whose rows and columns come first."""
+    return {name.replace(".", "_"): t.permute(2, 3, 1, 0) if t.dim() == 4 else t for name, t in state.items()}
+
+
+def test_counters_and_statistics_are_paired_in_names_without_modules() -> None:
+    match = gl.match_weights(convolutions(), flat(convolutions()))
+    assert match.clean, match
+    wrong = flat(convolutions())
+    swap(wrong, "stage_1_bn_running_mean", "stage_1_bn_running_var")
+    problems = gl.match_weights(convolutions(), wrong).problems
+    assert len(problems) == 2
+    assert problems[0].startswith("stage_1_bn_running_mean is the running mean by its name but has the values of ")
+
+
+def test_a_kernel_whose_rows_and_columns_alone_are_exchanged_is_named() -> None:
+    wrong = flat(convolutions())
+    change(wrong, "stage_2_conv_weight", lambda kernel: kernel.transpose(0, 1))
+    (problem,) = gl.match_weights(convolutions(), wrong).problems
+    assert problem == (
+        "stage_2_conv_weight is stage.2.conv.weight in the layout 'a b c d -> d c b a', and 2 other kernels are in the "
+        "layout 'a b c d -> c d b a': all are as high as wide, so they fit either way"
+    )
+    # A transposed convolution has its input's channels first.
+    other = flat(convolutions())
+    change(other, "stage_2_conv_weight", lambda kernel: kernel.transpose(2, 3))
+    assert gl.match_weights(convolutions(), other).clean
+
+
+def gates_first(wrong: Callable[[str], bool]) -> tuple[State, State]:
+    """The weights of two recurrent layers, and their transposes, some with the two middle gates exchanged."""
+    baseline = {name: each.detach() for name, each in torch.nn.LSTM(6, 8, 2).named_parameters(prefix="rnn")}
+    target = {}
+    for name, each in baseline.items():
+        i, f, g, o = each.chunk(4)
+        target[name.replace("rnn", "cells")] = (torch.cat([i, g, f, o]) if wrong(name) else each).transpose(0, -1)
+    return baseline, target
+
+
+def test_gates_of_a_recurrent_layer_in_different_orders_are_named() -> None:
+    torch.manual_seed(0)
+    (problem,) = gl.match_weights(*gates_first(lambda name: name == "rnn.weight_ih_l0")).problems
+    assert problem.startswith("cells.weight_ih_l0 is rnn.weight_ih_l0 with its rows in another order than cells.")
+    assert problem.endswith(": all gates of one recurrent layer have one order")
+    # The target's code may count its gates in another order.
+    assert gl.match_weights(*gates_first(lambda name: True)).clean
+
+
 def test_arguments_that_are_not_states_are_refused() -> None:
     with pytest.raises(MatchError, match="the baseline must be a state dict or a module, not list"):
         gl.match_weights([1], {})  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_a_repeat_is_compared_by_its_taps_and_then_by_its_results(step: Step, tm
 def test_the_record_is_grafted_with_each_tap_moved_by_a_rounding(step: Step, tmp_path: Path) -> None:
     record_step(str(tmp_path), 1 << 20)
     step.x = step.result = Y
-    found = graft_record(str(tmp_path), {"x": "bfloat16"}, GraftPlan(), ["y"], resets=True)
+    found = graft_record(str(tmp_path), {"x": "bfloat16", "y": ""}, GraftPlan(), ["y"], resets=True)
     assert [row.name for row in found.added] == ["x", "y"]
     assert found.added[0].rel_l2 > 0.1
     assert [*found.last] == ["y"]
@@ -75,7 +75,7 @@ def test_the_record_is_grafted_with_each_tap_moved_by_a_rounding(step: Step, tmp
 def test_without_resets_the_step_continues_with_its_own_values(step: Step, tmp_path: Path) -> None:
     record_step(str(tmp_path), 1 << 20)
     step.x = step.result = Y
-    found = graft_record(str(tmp_path), {}, GraftPlan(), [], resets=False)
+    found = graft_record(str(tmp_path), None, GraftPlan(), [], resets=False)
     assert [row.name for row in found.outputs] == ["x", "y"]
     assert (found.added, found.last) == ([], {})
     assert float(((step.shown[0] - Y) / Y).abs().max()) < 1e-6

@@ -26,6 +26,18 @@ def test_a_call_that_one_side_makes_more_often_is_reported_with_both_counts() ->
     assert said.startswith("The baseline reaches gate 4 times and the target 3 times. ")
 
 
+def test_taps_with_the_same_extra_calls_share_a_sentence() -> None:
+    names = [f"layers.{n}" for n in range(6)]
+    once = [("grafted", "target", name, {}) for name in [*names, "gate", "gate"]]
+    more = [("missing", "baseline", name, {}) for name in [*names, "gate"]]
+    layers, gate = extra_calls(rows(*once, *more), [*names, "layers.*", "gate"])
+    assert layers.startswith(
+        "The baseline reaches each of 6 taps (layers.0, layers.1, layers.2, layers.3 and 2 more) 2 times and the "
+        "target 1 time. Calls are paired in order, so after the first call that only one side makes, each of them is "
+    )
+    assert gate.startswith("The baseline reaches gate 3 times and the target 2 times. ")
+
+
 def test_taps_of_one_side_of_other_tags_or_not_named_are_not_extra_calls() -> None:
     assert extra_calls(rows(("unmatched", "target", "gate", {}), ("grafted", "target", "up", {})), ["gate", "up"]) == []
     decode = rows(("grafted", "target", "gate", {"t": 1}), ("unmatched", "target", "gate", {"t": 2}))

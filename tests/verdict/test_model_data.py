@@ -186,6 +186,9 @@ def test_a_weight_that_is_another_of_the_baseline_is_reported_with_its_place() -
     # Changed, or of one value, as fresh norms are.
     for other in ([with_statistics("gate", 0.1, 0.5)], [with_statistics("n1", 1.0, 0.0, 0.0), row(1, "n2", "float32")]):
         assert len(differing_data(to_frame([*other, with_statistics("up", 0.2, 0.2)]), 5.0)) == 1
+    # Transposed, beside another weight of the same numbers.
+    transposed = [with_statistics("index.0", 0.1, 0.1), with_statistics("index.1", 0.1, 0.1)._replace(rel_l2=0.8)]
+    assert len(differing_data(to_frame(transposed), 5.0)) == 1
     constant = [with_statistics("n1", 1.0, 0.0, 0.0), with_statistics("bias", 0.0, 0.0, 0.0)]
     assert len(differing_data(to_frame(constant), 5.0)) == 1
 
