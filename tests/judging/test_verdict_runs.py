@@ -502,7 +502,7 @@ def test_a_search_for_a_shift_takes_enough_steps_whatever_a_run_takes(monkeypatc
     assert len(searched) == 1
 
 
-def test_the_coarser_dtype_of_each_tap_whose_dtypes_differ_is_known() -> None:
+def test_the_coarser_dtype_of_each_tap_is_known_and_blank_where_they_are_equal() -> None:
     casts = [
         ("a", "float32", "float32 -> bfloat16"),
         ("b", "float16", "float16 -> float32"),
@@ -515,4 +515,5 @@ def test_the_coarser_dtype_of_each_tap_whose_dtypes_differ_is_known() -> None:
     ]
     taps = [(name, {"name": name}, "compared") for name, _, _ in casts]
     found = rows(*taps).assign(dtype=[dtype for _, dtype, _ in casts], cast=[cast for _, _, cast in casts])
-    assert verdict_runs.coarser_dtypes(found) == {"a": "bfloat16", "b": "float16", "c": "bfloat16"}
+    expected = {"a": "bfloat16", "b": "float16", "c": "bfloat16", "moved": "", "same": ""}
+    assert verdict_runs.coarser_dtypes(found) == expected
