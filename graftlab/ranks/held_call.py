@@ -30,7 +30,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
-from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
+from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
 from graftlab.ranks.widening import TrialOfRanks, WideTensors
 from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.nested import tap_inside
@@ -332,7 +332,8 @@ class HeldCall:
         """The floating-point tensors that the call may read, by path, without weights; None if they are too large."""
         self._restore()
         found = tensors_by_path({**self._models, **self._state})
-        numbers = {path: tensor.detach() for path, tensor in found if tensor.is_floating_point()}
+        # A part of a DTensor is a rank's own, and its whole a collective.
+        numbers = {path: t.detach() for path, t in found if t.is_floating_point() and own_part(t) is t}
         return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
 
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -372,6 +373,8 @@ class HeldCall:
         within: contextlib.AbstractContextManager[object],
     ) -> str | None:
         self._restore()
+        if self._is_sharded():
+            return "FSDP2 shards the weights, and gathers them from memory of 16 bits"
         read = self._read()
         given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
         for path, dtype in rounded.items():

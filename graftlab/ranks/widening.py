@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.errors import SessionError
+from graftlab.ranks.state_snapshot import own_part
 
 NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -38,12 +40,14 @@ class WideTensors:
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
             # A write into one of two views must reach the other.
-            if type(each) not in _PLAIN or each.layout != torch.strided or each._base is not None:
-                raise SessionError("some tensors are sharded, sparse or views of others")
-        storages = {each.untyped_storage().data_ptr() for each in chosen.values() if each.numel()}
-        if len(storages) < sum(1 for each in chosen.values() if each.numel()):
+            known = type(each) in _PLAIN or _is_dtensor(each)
+            if not known or each.layout != torch.strided or each._base is not None:
+                raise SessionError("some tensors are sparse, views of others, or of a class that is not torch's")
+        parts = [own_part(each) for each in chosen.values()]
+        storages = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
+        if len(storages) < sum(1 for part in parts if part.numel()):
             raise SessionError("some tensors share their memory")
-        if 2 * sum(each.nbytes for each in chosen.values()) > _BUDGET:
+        if 2 * sum(part.nbytes for part in parts) > _BUDGET:
             raise SessionError(f"float32 would take more than {_BUDGET >> 20:,} MiB")
         try:
             for each in chosen.values():
@@ -57,15 +61,29 @@ class WideTensors:
     def _put(self, tensor: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor) -> None:
         # A gradient must have its tensor's dtype. A snapshot restores the gradient.
         tensor.grad = None
-        tensor.data = wide
+        if _is_dtensor(tensor):
+            # Its data is not only that of the tensor; afterwards the other one has what is narrow.
+            narrow = wide.requires_grad_(tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, narrow)  # type: ignore[no-untyped-call]
+        else:
+            tensor.data = wide
         self._narrow.append((tensor, narrow))
 
     def narrow(self) -> None:
         """Restore the 16-bit tensors."""
         for tensor, data in self._narrow:
             tensor.grad = None
-            tensor.data = data
+            if _is_dtensor(tensor):
+                torch.utils.swap_tensors(tensor, data)  # type: ignore[no-untyped-call]
+            else:
+                tensor.data = data
         self._narrow = []
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    # Where nothing has imported them, there are none.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class TrialOfRanks(TorchDispatchMode):

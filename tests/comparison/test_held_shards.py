@@ -52,6 +52,7 @@ def hold_calls(rank: int, folder: Path) -> None:
     described = held.describe()
     assert described.fails_when_repeated is None
     assert described.not_repeated == ()
+    assert held.widen({}, {}) == "FSDP2 shards the weights, and gathers them from memory of 16 bits"
     assert held.try_backward() is None
     with handled_by(CountingHandler()):
         results = [held()[""] for _ in range(2)]

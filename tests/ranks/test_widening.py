@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.groups import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.widening import TrialOfRanks
@@ -101,7 +104,32 @@ def widen_calls(rank: int, folder: Path) -> None:
             assert expected in found, (name, found)
             assert x.dtype == torch.bfloat16
         held.end()
+    widen_a_dtensor(rank, folder)
     dist.destroy_process_group()
+
+
+def widen_a_dtensor(rank: int, folder: Path) -> None:
+    """A weight as transformers' tensor parallelism has it."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    layer, x = nn.Linear(3, 4, bias=False), torch.ones(2, 3, dtype=torch.bfloat16)
+    whole = layer.weight.detach().bfloat16()
+    layer.weight = weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    layer.register_buffer("table", distribute_tensor(whole, mesh, [Replicate()]))
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = layer(DTensor.from_local(x, mesh, [Replicate()])).full_tensor()
+            return result
+
+    held = HeldCall(call, {"": layer}, {"x": x}, WatchChoice())
+    # Only those that a rank has whole are sent.
+    assert len(held.numbers() or {}) == 1
+    assert held.widen({}, {}, TrialOfRanks(f"{folder}/dtensor", rank, RANKS)) is None
+    assert torch.equal(held()[""], x.float() @ whole.float().T)
+    held.end()
+    assert layer.weight is weight
+    assert (weight.dtype, weight.to_local().dtype, weight.requires_grad) == (torch.bfloat16, torch.bfloat16, True)
+    assert call().dtype == torch.bfloat16
 
 
 @pytest.mark.ranks
