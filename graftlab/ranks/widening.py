@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.errors import SessionError
@@ -86,6 +85,14 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def _dtypes_in(values: Iterable[Any]) -> Iterator[torch.dtype]:
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            yield each.dtype
+        elif isinstance(each, (list, tuple)):
+            yield from _dtypes_in(each)
+
+
 class TrialOfRanks(TorchDispatchMode):
     """Lets the ranks of one side try a call in which each waits for the others: it succeeds on all of them, or on none.
 
@@ -107,8 +114,7 @@ class TrialOfRanks(TorchDispatchMode):
             if "send" in name or "recv" in name:
                 # Its two ranks may come to it at any point of their calls.
                 self._fail(f"it sends tensors from rank to rank ({name})")
-            given = pytree.tree_leaves((args, kwargs))
-            self._agree(" ".join([name, *(str(each.dtype) for each in given if isinstance(each, torch.Tensor))]))
+            self._agree(" ".join([name, *map(str, _dtypes_in([*args, *(kwargs or {}).values()]))]))
         return func(*args, **(kwargs or {}))
 
     def end(self, reason: str | None) -> str | None:
