@@ -74,6 +74,13 @@ def test_a_constant_floor_replaces_all() -> None:
 # ---- what the functions returned ------------------------------------------------------------------------------------
 
 
+def test_the_largest_distance_leaves_out_what_is_not_repeated_and_what_has_none() -> None:
+    found = returned(("['a']", 0.1, PAIR), ("['b']", math.nan, PAIR), ("['c']", 0.3, PAIR))
+    assert found.most() == 0.3
+    assert found.most(["the returned value ['c']"]) == 0.1
+    assert returned().most() == 0.0
+
+
 def test_each_rank_is_compared_with_its_own_or_with_the_only_one_of_the_baseline() -> None:
     one, two = torch.ones(2), torch.full((2,), 2.0)
     assert [each.rel_l2 for each in compare_returned([one, two], [one, two]).differences] == [0.0, 0.0]

@@ -104,6 +104,15 @@ def test_a_side_of_low_precision_is_named_first(cast: str | None, first: str, ad
     assert text.endswith(advice)
 
 
+def test_returned_values_that_differ_where_taps_are_bit_equal_are_stated() -> None:
+    frame = pd.DataFrame([{**tap("h", 0.0), "dtype": "bfloat16"}], columns=list(COLUMNS))
+    assert text_of(Findings(frame, 5.0, 1)).endswith("threshold 5), and all are bit-equal.")
+    assert text_of(Findings(frame, 5.0, 1, after_taps=0.0017)).endswith(
+        "threshold 5; the returned values differ by 0.0017, though all taps are bit-equal); run both sides in float32 "
+        "for a closer look."
+    )
+
+
 def test_many_tensors_of_one_input_share_a_sentence() -> None:
     cache = [tap(f"input.cache[{layer}][{n}]", 900.0 + n, kind="input") for layer in range(2) for n in range(2)]
     other = tap("input.mask", 90.0, kind="input")
