@@ -28,6 +28,7 @@ from graftlab.judging.partial_sums import (
     Summands,
     gradients_not_compared,
     next_taps,
+    not_adding_up,
     not_compared,
     partial_sums,
 )
@@ -233,6 +234,9 @@ class Judgement:
             nothing_read: list[str] = []
             read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
             without_output += reads_unwritten(read)
+        if naming.clears:
+            # What follows may dilute the difference, as a residual stream does.
+            without_output += not_adding_up(sums)
         mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)

@@ -184,6 +184,17 @@ def gradients_not_compared(parts: Mapping[str, list[str]]) -> list[str]:
     ]
 
 
+def not_adding_up(sums: Mapping[str, Summands]) -> list[str]:
+    """A sentence on summands that do not add up, for a verdict that names nothing."""
+    wrong = first_of([name for each in sums.values() for name in each.wrong], _MOST_SHOWN)
+    if not wrong:
+        return []
+    return [
+        f"At {wrong} the sum over the target's ranks differs from the baseline's value, although what follows agrees "
+        "to rounding: the code before them may be wrong."
+    ]
+
+
 def not_compared(sums: Mapping[str, Summands]) -> list[str]:
     """A sentence on the taps that were left out."""
     if not sums:

@@ -68,7 +68,7 @@ def divergent(measured: Array, failed: Array, value: Array, nonfinite: Array, no
 
 
 def is_lost(status: str) -> bool:
-    """Whether a row of this status lacks a comparison; the original of a recomputed one has it."""
+    """Whether a row of this status lacks a comparison. A recomputed tap was compared where it was computed first."""
     return status not in (*MEASURED, "recomputed")
 
 

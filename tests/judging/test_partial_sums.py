@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import graftlab as gl
+from graftlab.comparison.held_calls import answer_of
 from graftlab.errors import SessionError
 from graftlab.judging.partial_sums import Summands, next_taps, partial_sums
 from graftlab.judging.verdict_runs import RunFilters
@@ -69,7 +70,7 @@ class Split(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            sharp = 1.01 if self.fault == "activation" else 1.0
+            sharp = 1.01 if self.fault in ("activation", "diluted") else 1.0
             h = layer.drop(layer.down(F.silu(sharp * layer.up(layer.norm(x)))))
             if self.is_split and not (self.fault == "missing" and number == 1):
                 dist.all_reduce(h)
@@ -83,7 +84,8 @@ class Split(nn.Module):
 def forward(fault: str) -> torch.Tensor:
     model = Split(fault)
     with gl.watch(model), torch.no_grad():
-        result: torch.Tensor = model(torch.linspace(-2, 2, 48).sin().reshape(6, 8))
+        scale = 1e5 if fault == "diluted" else 1.0
+        result: torch.Tensor = model(scale * torch.linspace(-2, 2, 48).sin().reshape(6, 8))
         return result
 
 
@@ -123,6 +125,17 @@ def test_a_mistake_before_the_summands_of_all_layers_is_named_at_its_line(sessio
     assert "layers.*.norm" in verdict.named
     assert any("F.silu(sharp" in source for source in verdict.lines["source"])
     assert "has a summand of these values, and together they differ from the baseline's by 0.01" in verdict.text
+
+
+@pytest.mark.ranks
+def test_summands_that_do_not_add_up_are_not_cleared_where_nothing_later_shows_it(session: gl.Session) -> None:
+    verdict = session.verdict(forward, forward, args=("diluted",))
+    assert verdict.named == []
+    assert verdict.text.startswith(
+        "At layers.0.down, layers.1.down, layers.2.down, layers.0.drop and 2 more the sum over the target's ranks "
+        "differs from the baseline's value, although what follows agrees to rounding"
+    )
+    assert answer_of(verdict.findings, True, True) == "inconclusive"
 
 
 def forward_with_weights(fault: str) -> torch.Tensor:
