@@ -93,10 +93,11 @@ def test_a_process_of_another_user_gets_no_answer_from_a_session(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gl.listen(baseline=1, target=1, folder=tmp_path), Rendezvous(tmp_path) as place:
+        # The session looks at a connection when it accepts it.
+        monkeypatch.setattr(session_server, "peer_uid", lambda connection: os.getuid() + 1)
         connection = place.connect(1.0)
         assert connection is not None
         with connection:
-            monkeypatch.setattr(session_server, "peer_uid", lambda connection: os.getuid() + 1)
             connection.settimeout(DEADLINE)
             # The session may close the connection before it is written to.
             with contextlib.suppress(ConnectionError):
