@@ -75,6 +75,14 @@ def wait_until_written(dumper: RequestDumper, count: int) -> None:
         threading.Event().wait(0.002)
 
 
+def wait_until_logged() -> None:
+    """Wait for the threads that log what the writer noted without an order; a flush returns before they have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "graftlab-requests-log":
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -537,6 +545,7 @@ def test_where_no_folder_can_be_requests_wait_in_memory_until_one_can(
     assert re.search(r"cannot write 1 requests .*File exists.*1 wait in memory.*20000", caplog.text)
     failed = [record for record in caplog.records if "cannot write 1 requests" in record.getMessage()]
     assert [(record.levelname, record.getMessage().count("\n")) for record in failed] == [("ERROR", 0)]
+    wait_until_logged()
     assert re.search(r"the journal in .* cannot be written: .*File exists.*a process that is killed loses", caplog.text)
     add(dumper, "b")
     where.unlink()
