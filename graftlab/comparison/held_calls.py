@@ -174,8 +174,9 @@ class Repeats:
             return None
         try:
             with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
-                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline")
-                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target"))
+                ranks = len(self.session.ranks)
+                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline", ranks)
+                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target", ranks))
             failure = _failure(run)
             if failure is None:
                 return self.verdict(choice)
@@ -271,8 +272,7 @@ def judge_held_calls(
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
     answer = answer_of(verdict.findings, trusted, known)
-    # With several ranks a side, sums over them round differently in any case.
-    looked = verdict.findings.in_float32 is not None or len(baseline) + len(target) > 2
+    looked = verdict.findings.in_float32 is not None
     if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
         answer = "inconclusive"
         remarks.append(single)

@@ -354,13 +354,15 @@ class HeldCall:
         numbers: Mapping[str, torch.Tensor],
         rounded: Mapping[str, torch.dtype],
         trial: TrialOfRanks | None = None,
+        sharing: int = 1,
     ) -> str | None:
         """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
         ``numbers`` has values that replace those that the call would read, by path. Those of ``rounded`` are rounded to
-        these dtypes, as the other side has them. With a ``trial``, all ranks of the side do the same, or none.
+        these dtypes, as the other side has them. With a ``trial``, all ranks of the side do the same, or none. The
+        memory is shared with ``sharing`` ranks.
         """
-        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext())
+        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext(), sharing)
         if trial is not None and (failed := trial.end(reason)) is not None and reason is None:
             self.narrow()
             return failed
@@ -371,6 +373,7 @@ class HeldCall:
         numbers: Mapping[str, torch.Tensor],
         rounded: Mapping[str, torch.dtype],
         within: contextlib.AbstractContextManager[object],
+        sharing: int,
     ) -> str | None:
         self._restore()
         if self._is_sharded():
@@ -382,7 +385,7 @@ class HeldCall:
                 own = read[path].detach() if path not in numbers else numbers[path]
                 given[id(read[path])] = own.to(dtype).to(read[path].dtype)
         try:
-            self._wide = WideTensors(read.values(), given)
+            self._wide = WideTensors(read.values(), given, sharing)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
@@ -660,15 +663,15 @@ def call_dtypes() -> dict[str, torch.dtype]:
 
 
 def widen_call(
-    numbers: Sequence[Mapping[str, torch.Tensor]], rounded: Mapping[str, torch.dtype], trial: str
+    numbers: Sequence[Mapping[str, torch.Tensor]], rounded: Mapping[str, torch.dtype], trial: str, ranks: int
 ) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`. ``numbers`` has those of each rank of this side, and
-    ``trial`` is the path of a file in which its ranks, if it has several, agree.
+    ``trial`` is the path of a file in which its ranks, if it has several, agree. ``ranks`` is the session's number.
     """
     me = here()
     if me is None or me.world_size == 1:
-        return held_call().widen(numbers[0], rounded)
-    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size))
+        return held_call().widen(numbers[0], rounded, sharing=ranks)
+    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size), ranks)
 
 
 def widen_operators() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -10,13 +11,14 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graftlab.base.free_memory import free_bytes
 from graftlab.errors import SessionError
 from graftlab.ranks.state_snapshot import own_part
 
 NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUDGET = 1 << 30
-"""The most bytes of the wide copies."""
+"""The most bytes of the wide copies on a device whose free memory is unknown."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """The namespaces of torch's operators between ranks."""
 _FAILED = "failed: "
@@ -26,12 +28,15 @@ _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 class WideTensors:
     """The 16-bit tensors among these, widened in place to float32 until :meth:`narrow`.
 
-    ``numbers`` are values that replace those of a tensor, by its id; they may be of tensors with more bits.
+    ``numbers`` are values that replace those of a tensor, by its id; they may be of tensors with more bits. They take
+    at most half of the free memory, divided by the ``sharing`` processes that do the same at this moment.
 
     Raises :class:`SessionError`, and changes nothing, if the results might differ or it takes too much memory.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None, sharing: int = 1
+    ) -> None:
         numbers = numbers or {}
         chosen = {id(each): each for each in tensors if each.dtype in NARROW or id(each) in numbers}
         self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -46,8 +51,7 @@ class WideTensors:
         storages = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
         if len(storages) < sum(1 for part in parts if part.numel()):
             raise SessionError("some tensors share their memory")
-        if 2 * sum(part.nbytes for part in parts) > _BUDGET:
-            raise SessionError(f"float32 would take more than {_BUDGET >> 20:,} MiB")
+        _refuse_too_large(parts, sharing)
         try:
             for each in chosen.values():
                 own = numbers[id(each)].to(each.device) if id(each) in numbers else each.data
@@ -77,6 +81,23 @@ class WideTensors:
             else:
                 tensor.data = data
         self._narrow = []
+
+
+def _refuse_too_large(parts: Iterable[torch.Tensor], sharing: int) -> None:
+    """Raise :class:`SessionError` if the wide copies of these would take too much memory."""
+    needed: Counter[torch.device] = Counter()
+    for part in parts:
+        needed[part.device] += part.numel() * max(part.itemsize, torch.float32.itemsize)
+    for device, size in needed.items():
+        free = free_bytes(device)
+        # The ranks of a session are spread over its GPUs.
+        processes = -(-sharing // torch.cuda.device_count()) if device.type == "cuda" else sharing
+        most = _BUDGET if free is None else free // (2 * processes)
+        if size > most:
+            raise SessionError(
+                f"in float32 its numbers take {size >> 20:,} MiB on {device}, and a rank may take {most >> 20:,} MiB "
+                "there for that"
+            )
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.shipping import UnshippedValue
 from graftlab.comparison.held_calls import Repeats, _unequal_numbers, dtypes_to_round
+from graftlab.ranks import widening
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
@@ -293,3 +294,21 @@ def test_a_call_that_cannot_run_in_float32_reports_why_and_stays_unchanged() -> 
         == "some tensors are sparse, views of others, or of a class that is not torch's"
     )
     assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}, {}) == "no tensor of 16 bits was found"
+
+
+def test_a_call_runs_in_float32_only_if_each_rank_may_take_that_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = X.bfloat16()
+    held = HeldCall(lambda: x * 2, {}, {"x": x}, WatchChoice())
+    size = 4 * x.numel()
+    monkeypatch.setattr(widening, "free_bytes", lambda device: 2 * 3 * size)
+    assert held.widen({}, {}, sharing=3) is None
+    held.narrow()
+    reason = "in float32 its numbers take 0 MiB on cpu, and a rank may take 0 MiB there for that"
+    assert held.widen({}, {}, sharing=4) == reason
+    assert x.dtype == torch.bfloat16
+    monkeypatch.setattr(widening, "free_bytes", lambda device: None)
+    monkeypatch.setattr(widening, "_BUDGET", size - 1)
+    assert held.widen({}, {}) == reason
+    monkeypatch.setattr(widening, "_BUDGET", size)
+    assert held.widen({}, {}) is None
+    held.narrow()

@@ -122,11 +122,12 @@ def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
     assert len(said) < 25_000
     assert said.endswith("more characters]")
     monkeypatch.setattr(debugging, "_PATIENCE", 0.05)
-    go = threading.Event()
-    monkeypatch.setattr(Held, "wait", lambda self: go.wait(DEADLINE), raising=False)
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(Held, "wait", lambda self: (begun.set(), go.wait(DEADLINE)), raising=False)
     waiting = threading.Thread(target=last.ask, args=("held.wait()",))
     waiting.start()
     try:
+        assert begun.wait(DEADLINE)
         with pytest.raises(gl.SessionError, match="still running"):
             last.ask("p factor")
     finally:
