@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from graftlab.comparison.held_calls import Comparison
+    from graftlab.comparison.answers import Comparison
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

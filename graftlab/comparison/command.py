@@ -26,7 +26,7 @@ from graftlab.filters.expressions import compile_filter
 # The comparison itself is imported only when needed: every command of graftlab imports this module for its arguments,
 # and a job that attaches must not import pandas.
 if TYPE_CHECKING:
-    from graftlab.comparison.held_calls import Comparison
+    from graftlab.comparison.answers import Comparison
     from graftlab.jobs.script_launcher import ScriptProcess
     from graftlab.recordings.recorded_side import RecordedSide
 
@@ -161,7 +161,7 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
             sys.stderr.write(f"graftlab compare: {error}\n")
         return _INCONCLUSIVE
     except KeyboardInterrupt as interrupt:
-        from graftlab.comparison.held_calls import known_at
+        from graftlab.comparison.answers import known_at
 
         known = known_at(interrupt) or ["Nothing was judged yet."]
         text = f"interrupted; both sides have ended. {' '.join(known)}"
@@ -213,7 +213,7 @@ def _run_compiled(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
     from graftlab.comparison.functions import compare
-    from graftlab.comparison.held_calls import JudgingChoice
+    from graftlab.comparison.repeats import JudgingChoice
     from graftlab.comparison.scripts import ScriptChoice, compare_scripts
     from graftlab.jobs.script_launcher import ScriptSettings
     from graftlab.ranks.held_call import WatchChoice

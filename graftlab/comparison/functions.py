@@ -14,18 +14,9 @@ import torch
 
 from graftlab.base import limits
 from graftlab.base.uninterrupted import uninterrupted
-from graftlab.comparison.held_calls import (
-    Answer,
-    Comparison,
-    ComparisonStopped,
-    JudgingChoice,
-    Repeats,
-    answer_of,
-    described,
-    judge_against_recording,
-    judge_held_calls,
-    known_at,
-)
+from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, answer_of, known_at
+from graftlab.comparison.held_calls import judge_against_recording, judge_held_calls
+from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function
 from graftlab.errors import ConfigError, RecordingError, WaitInterrupted

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from graftlab.base.tap_groups import is_output, kind_of, kind_of_group
-from graftlab.base.tensor_bytes import as_bytes, real_parts
+from graftlab.base.tap_groups import kind_of, kind_of_group
+from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
-from graftlab.base.world import Side
-from graftlab.control.report import write_report
-from graftlab.control.run import Run
+from graftlab.comparison.answers import Comparison, answer_of, moves
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
     ResultDifference,
@@ -32,26 +27,14 @@ from graftlab.diffs.results import (
     written_on_one_side,
 )
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
-from graftlab.errors import GraftError, MatchError, SessionError, WaitInterrupted
-from graftlab.judging.judge import judge
-from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.errors import GraftError, MatchError
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import outputs_move_rows
 from graftlab.ranks.held_call import (
-    WEIGHT,
     CallDescription,
-    call_dtypes,
-    call_numbers,
-    drop_backward,
-    left_in_16_bits,
-    narrow_call,
     own_rounding,
     repeat_call,
-    try_backward,
-    widen_call,
-    widen_operators,
 )
-from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
@@ -62,8 +45,6 @@ if TYPE_CHECKING:
     from graftlab.recordings.recorded_side import RecordedSide
     from graftlab.session import Session
 
-Answer = Literal["agree", "differ", "inconclusive"]
-
 # If a smaller share of taps (of the side with fewer) has a partner of the same name, taps are matched by value.
 _ENOUGH = 0.8
 _NO_OUTPUT = (
@@ -72,148 +53,9 @@ _NO_OUTPUT = (
 )
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
-_NEAR = 0.1
-"""Tensors further apart than this (rel_l2) are not the same to rounding."""
 _NARROW = ("bfloat16", "float16")
-# The words in a match's problems about weights that have another weight's values.
 _MOST_WEIGHTS = 4
-
-
-# The default repr would contain the whole frame.
-@dataclass(frozen=True, repr=False)
-class Comparison(Verdict):
-    """The answer of :func:`graftlab.compare`: a verdict, the session that gave it, and the match by which taps pair.
-
-    ``match`` is None where names pair. ``answer`` is ``"agree"`` (to rounding), ``"differ"``, located or not, or
-    ``"inconclusive"``, with the reason in the text.
-    """
-
-    session: Session = field(repr=False)
-    match: Proposal | None = field(repr=False)
-    answer: Answer
-    remarks: tuple[str, ...] = ()
-    """Sentences of the comparison before those of the verdict, the most important first."""
-    how: str = ""
-    """A sentence on how the runs were made."""
-    starts: int = 0
-    """How often the scripts were started again; 0 if calls were held."""
-
-    @property
-    def text(self) -> str:
-        first, last = self._remarks()
-        return "\n".join(filter(None, [*first, super().text, *last]))
-
-    def _remarks(self) -> tuple[list[str], list[str]]:
-        """The remarks that may overturn the verdict, which come before it, and those that come after it."""
-        first = [each for each in self.remarks if not each.startswith(NOT_CHECKED)]
-        return first, [each for each in [*self.remarks, self.how] if each and each not in first]
-
-    def _html(self) -> str:
-        first, last = self._remarks()
-        bold = "".join(f"<p><b>{html.escape(each)}</b></p>" for each in first)
-        return bold + super()._html() + "".join(f"<p>{html.escape(each)}</p>" for each in last)
-
-    def report(self, path: str | Path = "report.html", *, tensors: bool = False) -> Path:
-        """Write the comparison as one page; returns its path. See :meth:`graftlab.Session.report`."""
-        return write_report(self.session, path, self, tensors)
-
-
-class Repeats:
-    """Makes the runs of a judgement by repeating the ranks' held calls."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def match(self) -> Proposal:
-        """Pair the taps by value. Raises :class:`MatchError`."""
-        # A call that reaches some taps before its exception can still be paired.
-        until_exception = partial(call_until_exception, repeat_call)
-        return self.session.match(until_exception, until_exception)
-
-    def add_backward(self) -> str | None:
-        """Include a backward pass in each run; returns the reason if that fails."""
-        run = self.session.run(try_backward, try_backward)
-        failed = [each for each in (*run.baseline, *run.target) if each is not None]
-        if failed:
-            self.session.run(drop_backward, drop_backward)
-            return str(failed[0])
-        return None
-
-    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
-        """Judge these runs. ``gradient_parts`` says that the script may add up gradients over its ranks afterwards."""
-        request = VerdictRequest(
-            repeat_call,
-            repeat_call,
-            output=choice.output if explain else None,
-            floor=choice.floor,
-            threshold=choice.threshold,
-            explain=explain,
-            gradient_parts=gradient_parts,
-        )
-        return judge(self.session, request)
-
-    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """Judge these runs in float32; None if the numbers of both sides do not pair, or the calls round even then.
-
-        Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
-        by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
-        reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
-
-        Raises :class:`SessionError` if the calls cannot run in float32.
-        """
-        read = self.session.run(call_numbers, call_numbers)
-        if len(read.baseline) not in (1, len(read.target)):
-            return None
-        partners = read.baseline * len(read.target) if len(read.baseline) == 1 else read.baseline
-        unequal = [_unequal_numbers(*each, is_first) for each in zip(partners, read.target, strict=True)]
-        numbers = [each for each in unequal if each is not None]
-        has = self.session.run(call_dtypes, call_dtypes)
-        baseline, target = has.baseline[0], has.target[0]
-        ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
-        if len(numbers) < len(unequal) or ours is None or theirs is None:
-            return None
-        try:
-            with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
-                ranks = len(self.session.ranks)
-                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline", ranks)
-                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target", ranks))
-            failure = _failure(run)
-            if failure is None:
-                return self.verdict(choice)
-            self.session.run(narrow_call, narrow_call)
-            # A rank whose operators cannot run in float64 would keep the others waiting.
-            if len(self.session.ranks) > 2 or _failure(self.session.run(widen_operators, widen_operators)) is not None:
-                raise SessionError(failure)
-            # Writes into the call's own tensors still round to float32.
-            floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
-            verdict = self.verdict(replace(choice, floor=floor))
-            verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
-            # What rounds even then would be taken for a mistake.
-            left = self.session.run(left_in_16_bits, left_in_16_bits)
-            return None if any((*left.baseline, *left.target)) else verdict
-        finally:
-            if not self.session.closed:
-                self.session.run(narrow_call, narrow_call)
-
-
-def _failure(run: Run) -> str | None:
-    """Why a rank cannot repeat its call in more bits; None if all can."""
-    sides: dict[Side, list[Any]] = {"baseline": run.baseline, "target": run.target}
-    failed = (f"{side}[{rank}]: {each}" for side in sides for rank, each in enumerate(sides[side]) if each is not None)
-    return next(failed, None)
-
-
-@dataclass(frozen=True)
-class JudgingChoice:
-    """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
-
-    ``match`` chooses whether taps are paired by value; None means only if their names do not pair.
-    """
-
-    match: bool | None = None
-    output: str | None = None
-    floor: float | Literal["auto"] = "auto"
-    threshold: float = 5.0
+"""The most sentences on weights that have another weight's values."""
 
 
 def judge_held_calls(
@@ -396,61 +238,6 @@ def judge_until_exception(
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
-def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[str, Tensor] | None:
-    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
-    if not isinstance(baseline, Mapping) or not isinstance(target, Mapping):
-        # They are too large, or cannot be sent.
-        return None
-    found = {}
-    for path, value in target.items():
-        partner = baseline.get(path)
-        if partner is not None and partner.shape != value.shape:
-            partner = _part_near(partner, value)
-        if partner is not None:
-            # The baseline reads it rounded likewise; see dtypes_to_round().
-            if not _is_equal(partner := partner.to(value.dtype), value):
-                found[path] = partner
-        elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
-            return None
-    return found
-
-
-def _part_near(whole: Tensor, value: Tensor) -> Tensor | None:
-    """The part of ``whole`` that a rank has as ``value``, as of a cache whose heads are split; None if none is near."""
-    if whole.dim() != value.dim():
-        return None
-    dims = [dim for dim, (one, other) in enumerate(zip(whole.shape, value.shape, strict=True)) if one != other]
-    if len(dims) != 1 or not value.numel() or whole.shape[dims[0]] % value.shape[dims[0]]:
-        return None
-    parts = torch.split(whole, value.shape[dims[0]], dims[0])
-    apart = [float((part.double() - value.double()).norm()) for part in parts]
-    nearest = min(range(len(parts)), key=apart.__getitem__)
-    return parts[nearest].contiguous() if apart[nearest] <= _NEAR * float(value.double().norm()) else None
-
-
-def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dtype]) -> dict[str, torch.dtype] | None:
-    """The dtypes to which a side's float32 tensors are rounded, by path: those of 16 bits that the other side has.
-
-    None if a weight has no partner, and the other side's weights are of several dtypes.
-    """
-    weights = {dtype for path, dtype in other.items() if path.endswith(WEIGHT)}
-    found = {}
-    for path, dtype in own.items():
-        partner = other.get(path)
-        if partner is None and path.endswith(WEIGHT) and not weights.isdisjoint(NARROW):
-            # Its partner has another name.
-            if len(weights) > 1:
-                return None
-            (partner,) = weights
-        if dtype == torch.float32 and partner in NARROW:
-            found[path] = partner
-    return found
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(as_bytes(one), as_bytes(other))
-
-
 def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
     """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
@@ -462,7 +249,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         return None
     narrow = frame.loc[frame["dtype"].isin(_NARROW), "added"]
     # Bit-equal calls are right.
-    if not (found.after_taps and len(narrow)) and not (narrow > 0).any() and not (found.computed_in and _moves(found)):
+    if not (found.after_taps and len(narrow)) and not (narrow > 0).any() and not (found.computed_in and moves(found)):
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None:
@@ -557,21 +344,6 @@ def _paired(proposal: Proposal, target: CallDescription) -> str:
     return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
 
 
-class ComparisonStopped(WaitInterrupted):
-    """The stop button ended a comparison and both its sides. ``known`` has the sentences on what it had found."""
-
-    def __init__(self, known: Sequence[str]) -> None:
-        self.known = " ".join(known) or "Nothing was judged yet."
-        super().__init__(f"the comparison was stopped, and both sides have ended. {self.known}")
-
-
-def known_at(interrupt: KeyboardInterrupt) -> list[str]:
-    """A sentence on what an interrupted comparison has found. A wait's own message is on runs, which have ended."""
-    if isinstance(interrupt, ComparisonStopped):
-        return [interrupt.known]
-    return [] if isinstance(interrupt, WaitInterrupted) else [each for each in interrupt.args if isinstance(each, str)]
-
-
 def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     remarks = []
     for side, calls in (("baseline", baseline), ("target", target)):
@@ -596,36 +368,6 @@ def _not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescr
                 f"{why}"
             )
     return remarks
-
-
-def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
-    """The answer that a verdict's findings give. ``trusted`` is false for a call that cannot be repeated."""
-    if not trusted or findings.not_repeated or findings.target_not_repeated:
-        return "inconclusive"
-    named = {*findings.named} - {*findings.rounding.groups}
-    if named or findings.unexplained or findings.data or findings.following:
-        return "differ"
-    if findings.raised or findings.inconclusive:
-        # Nothing was judged, so that nothing is named proves nothing.
-        return "inconclusive"
-    is_hidden = findings.computed_in and findings.in_float32 is None and _moves(findings)
-    if findings.quantised or findings.rounding.is_doubtful(findings.in_float32) or is_hidden:
-        # There is room for a mistake.
-        return "inconclusive"
-    measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned
-    if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
-        return "inconclusive"
-    return "agree"
-
-
-def _moves(findings: Findings) -> bool:
-    """Whether some tap or returned value differs from its partner, or none shows whether it does."""
-    return findings.only_returned or bool(findings.after_taps) or bool((findings.frame["added"] > 0).any())
-
-
-def _shows_output(findings: Findings) -> bool:
-    """Whether a model's output, the tap of this name, was compared."""
-    return any(map(is_output, findings.frame["name"]))
 
 
 def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
@@ -800,12 +542,3 @@ def why_no_backward(calls: Sequence[CallDescription]) -> str | None:
     if any(each != shapes[0] for each in shapes):
         return "results of different shapes have no gradients in common"
     return None
-
-
-def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:
-    """The descriptions that the ranks of both sides returned. Raises :class:`SessionError` for a rank without one."""
-    for side, results in (("baseline", run.baseline), ("target", run.target)):
-        for rank, result in enumerate(results):
-            if not isinstance(result, CallDescription):
-                raise SessionError(f"compare: {side}[{rank}] did not describe its call: {result!r}")
-    return run.baseline, run.target

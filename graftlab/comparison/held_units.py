@@ -12,7 +12,7 @@ from graftlab.ranks.held_call import CallDescription, ScriptEnd
 from graftlab.ranks.held_update import UpdateDescription
 
 if TYPE_CHECKING:
-    from graftlab.comparison.held_calls import Comparison
+    from graftlab.comparison.answers import Comparison
 
 # Seconds that a script's processes have to end after the first of them.
 _END_LIMIT = 60.0

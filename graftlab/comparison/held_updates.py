@@ -10,8 +10,9 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of
+from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, answer_of
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, restore_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_call import show_inputs, take_inputs

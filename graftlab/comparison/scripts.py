@@ -15,19 +15,9 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, listed
 from graftlab.base.world import Side
+from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
-from graftlab.comparison.held_calls import (
-    Answer,
-    Comparison,
-    ComparisonStopped,
-    JudgingChoice,
-    Repeats,
-    described,
-    is_beyond_rounding,
-    judge_held_calls,
-    judge_until_exception,
-    known_at,
-)
+from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
     SIDES,
     HeldUnits,
@@ -40,6 +30,7 @@ from graftlab.comparison.held_units import (
     why_not_repeated,
 )
 from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
     announcement,

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats, judge_held_calls, why_no_backward
+from graftlab.comparison.answers import Comparison
+from graftlab.comparison.held_calls import judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, replace_ranks, restore_plan
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import skip_to

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.shipping import UnshippedValue
-from graftlab.comparison.held_calls import Repeats, _unequal_numbers, dtypes_to_round
+from graftlab.comparison.repeats import Repeats, _unequal_numbers, dtypes_to_round
 from graftlab.ranks import widening
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice
 

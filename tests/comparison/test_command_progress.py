@@ -16,7 +16,7 @@ import pytest
 from graftlab.__main__ import main
 from graftlab.comparison import command, functions, scripts
 from graftlab.comparison.command import _given_ranks, _Progress
-from graftlab.comparison.held_calls import JudgingChoice
+from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice
 from graftlab.errors import ConfigError, GraftError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings

@@ -19,18 +19,10 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison import held_calls
-from graftlab.comparison.held_calls import (
-    ComparisonStopped,
-    JudgingChoice,
-    Repeats,
-    _have_equal_rows,
-    _other_batch,
-    answer_of,
-    judge_held_calls,
-    known_at,
-    names_pair,
-)
+from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
+from graftlab.comparison.held_calls import _have_equal_rows, _other_batch, judge_held_calls, names_pair
 from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
 from graftlab.diffs.results import written_path
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
@@ -663,7 +655,7 @@ def test_only_a_finished_comparison_agrees(
 @pytest.mark.parametrize("explain", [True, False])
 def test_calls_are_judged_as_the_caller_has_chosen(explain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session, judge = MagicMock(), MagicMock()
-    monkeypatch.setattr(held_calls, "judge", judge)
+    monkeypatch.setattr("graftlab.comparison.repeats.judge", judge)
     choice = JudgingChoice(output="logits", floor=1e-3, threshold=7.0)
     found = Repeats(session).verdict(choice, explain=explain, gradient_parts=not explain)
     assert found is judge.return_value

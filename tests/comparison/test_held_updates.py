@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import graftlab as gl
+from graftlab.comparison.answers import Comparison
 from graftlab.comparison.gradients import judge_gradients
-from graftlab.comparison.held_calls import Comparison, JudgingChoice, Repeats
 from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.ranks.held_call import describe_call, hold
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
 

@@ -13,16 +13,11 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import functions, held_calls
+from graftlab.comparison import functions, repeats
+from graftlab.comparison.answers import Comparison
 from graftlab.comparison.functions import compare_with_compiled
-from graftlab.comparison.held_calls import (
-    Comparison,
-    JudgingChoice,
-    Repeats,
-    _rounds_earlier,
-    judge_against_recording,
-    judge_held_calls,
-)
+from graftlab.comparison.held_calls import _rounds_earlier, judge_against_recording, judge_held_calls
+from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
@@ -307,7 +302,7 @@ def test_a_failure_in_float32_is_reported_by_its_first_line() -> None:
 
 def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     session, judge = Mock(ranks=[1, 2], closed=False), Mock(side_effect=RunError("run 9 failed"))
-    monkeypatch.setattr(held_calls, "judge", judge)
+    monkeypatch.setattr(repeats, "judge", judge)
     narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
     answers = {
         call_numbers: ([{"x": ONES}], [{"x": MANY}]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graftlab.comparison import scripts
-from graftlab.comparison.held_calls import Answer, Comparison
+from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.comparison.started_scripts import _not_seeded, how_started

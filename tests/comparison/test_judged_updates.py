@@ -10,9 +10,10 @@ import pytest
 from kit.rows import tap
 
 from graftlab.comparison import held_updates
+from graftlab.comparison.answers import Comparison
 from graftlab.comparison.gradients import GradientFindings
-from graftlab.comparison.held_calls import Comparison, JudgingChoice
 from graftlab.comparison.held_updates import _differing_settings, judge_held_updates
+from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
 from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription

@@ -12,7 +12,7 @@ from kit import notebooks
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison.held_calls import Comparison, answer_of
+from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.errors import ConfigError
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 

@@ -13,7 +13,8 @@ import torch
 
 import graftlab as gl
 from graftlab.comparison import started_scripts
-from graftlab.comparison.held_calls import Answer, Comparison, JudgingChoice
+from graftlab.comparison.answers import Answer, Comparison
+from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.started_scripts import StartedScripts
 from graftlab.errors import RunError
 from graftlab.judging.started_runs import RecordedSteps

@@ -11,7 +11,7 @@ from kit.renamed import WIDTH, WORDS, Port, port, reference
 from torch import nn
 
 import graftlab as gl
-from graftlab.comparison.held_calls import Comparison
+from graftlab.comparison.answers import Comparison
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graftlab.comparison import scripts
-from graftlab.comparison.held_calls import Answer, Comparison, ComparisonStopped
+from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import leave, uncompared_calls

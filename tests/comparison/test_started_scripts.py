@@ -20,8 +20,9 @@ from torch import nn
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.tap_groups import kind_of_group
-from graftlab.comparison.held_calls import Comparison, JudgingChoice
+from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_updates import take_equal_inputs
+from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.started_scripts import StartedScripts
 from graftlab.ranks.held_call import HeldCall, WatchChoice, describe_call, hold, prepare_once
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graftlab as gl
-from graftlab.comparison.held_calls import answer_of
+from graftlab.comparison.answers import answer_of
 from graftlab.requests import request_ids_tensor
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import graftlab as gl
-from graftlab.comparison.held_calls import answer_of
+from graftlab.comparison.answers import answer_of
 from graftlab.errors import SessionError
 from graftlab.judging.partial_sums import Summands, next_taps, partial_sums
 from graftlab.judging.verdict_runs import RunFilters

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.comparison.held_calls import answer_of
+from graftlab.comparison.answers import answer_of
 from graftlab.judging.split_calls import not_paired, split_calls
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.wording import Findings, text_of

@@ -1,0 +1,205 @@
+"""The runs of a comparison: repetitions of the call that each rank holds, in float32 too."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from graftlab.base.tensor_bytes import as_bytes
+from graftlab.base.world import Side
+from graftlab.control.run import Run
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
+from graftlab.errors import SessionError
+from graftlab.judging.judge import judge
+from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.ranks.held_call import (
+    WEIGHT,
+    CallDescription,
+    call_dtypes,
+    call_numbers,
+    drop_backward,
+    left_in_16_bits,
+    narrow_call,
+    repeat_call,
+    try_backward,
+    widen_call,
+    widen_operators,
+)
+from graftlab.ranks.remote_functions import call_until_exception
+from graftlab.ranks.widening import NARROW
+
+if TYPE_CHECKING:
+    from graftlab.matching.proposal import Proposal
+    from graftlab.session import Session
+
+_NEAR = 0.1
+"""Tensors further apart than this (rel_l2) are not the same to rounding."""
+
+
+@dataclass(frozen=True)
+class JudgingChoice:
+    """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
+
+    ``match`` chooses whether taps are paired by value; None means only if their names do not pair.
+    """
+
+    match: bool | None = None
+    output: str | None = None
+    floor: float | Literal["auto"] = "auto"
+    threshold: float = 5.0
+
+
+class Repeats:
+    """Makes the runs of a judgement by repeating the ranks' held calls."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def match(self) -> Proposal:
+        """Pair the taps by value. Raises :class:`MatchError`."""
+        # A call that reaches some taps before its exception can still be paired.
+        until_exception = partial(call_until_exception, repeat_call)
+        return self.session.match(until_exception, until_exception)
+
+    def add_backward(self) -> str | None:
+        """Include a backward pass in each run; returns the reason if that fails."""
+        run = self.session.run(try_backward, try_backward)
+        failed = [each for each in (*run.baseline, *run.target) if each is not None]
+        if failed:
+            self.session.run(drop_backward, drop_backward)
+            return str(failed[0])
+        return None
+
+    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
+        """Judge these runs. ``gradient_parts`` says that the script may add up gradients over its ranks afterwards."""
+        request = VerdictRequest(
+            repeat_call,
+            repeat_call,
+            output=choice.output if explain else None,
+            floor=choice.floor,
+            threshold=choice.threshold,
+            explain=explain,
+            gradient_parts=gradient_parts,
+        )
+        return judge(self.session, request)
+
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
+        """Judge these runs in float32; None if the numbers of both sides do not pair, or the calls round even then.
+
+        Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
+        by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
+        reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
+
+        Raises :class:`SessionError` if the calls cannot run in float32.
+        """
+        read = self.session.run(call_numbers, call_numbers)
+        if len(read.baseline) not in (1, len(read.target)):
+            return None
+        partners = read.baseline * len(read.target) if len(read.baseline) == 1 else read.baseline
+        unequal = [_unequal_numbers(*each, is_first) for each in zip(partners, read.target, strict=True)]
+        numbers = [each for each in unequal if each is not None]
+        has = self.session.run(call_dtypes, call_dtypes)
+        baseline, target = has.baseline[0], has.target[0]
+        ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
+        if len(numbers) < len(unequal) or ours is None or theirs is None:
+            return None
+        try:
+            with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
+                ranks = len(self.session.ranks)
+                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline", ranks)
+                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target", ranks))
+            failure = _failure(run)
+            if failure is None:
+                return self.verdict(choice)
+            self.session.run(narrow_call, narrow_call)
+            # A rank whose operators cannot run in float64 would keep the others waiting.
+            if len(self.session.ranks) > 2 or _failure(self.session.run(widen_operators, widen_operators)) is not None:
+                raise SessionError(failure)
+            # Writes into the call's own tensors still round to float32.
+            floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
+            verdict = self.verdict(replace(choice, floor=floor))
+            verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
+            # What rounds even then would be taken for a mistake.
+            left = self.session.run(left_in_16_bits, left_in_16_bits)
+            return None if any((*left.baseline, *left.target)) else verdict
+        finally:
+            if not self.session.closed:
+                self.session.run(narrow_call, narrow_call)
+
+
+def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:
+    """The descriptions that the ranks of both sides returned. Raises :class:`SessionError` for a rank without one."""
+    for side, results in (("baseline", run.baseline), ("target", run.target)):
+        for rank, result in enumerate(results):
+            if not isinstance(result, CallDescription):
+                raise SessionError(f"compare: {side}[{rank}] did not describe its call: {result!r}")
+    return run.baseline, run.target
+
+
+def _failure(run: Run) -> str | None:
+    """Why a rank cannot repeat its call in more bits; None if all can."""
+    sides: dict[Side, list[Any]] = {"baseline": run.baseline, "target": run.target}
+    failed = (f"{side}[{rank}]: {each}" for side in sides for rank, each in enumerate(sides[side]) if each is not None)
+    return next(failed, None)
+
+
+def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[str, Tensor] | None:
+    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
+    if not isinstance(baseline, Mapping) or not isinstance(target, Mapping):
+        # They are too large, or cannot be sent.
+        return None
+    found = {}
+    for path, value in target.items():
+        partner = baseline.get(path)
+        if partner is not None and partner.shape != value.shape:
+            partner = _part_near(partner, value)
+        if partner is not None:
+            # The baseline reads it rounded likewise; see dtypes_to_round().
+            if not _is_equal(partner := partner.to(value.dtype), value):
+                found[path] = partner
+        elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
+            return None
+    return found
+
+
+def _part_near(whole: Tensor, value: Tensor) -> Tensor | None:
+    """The part of ``whole`` that a rank has as ``value``, as of a cache whose heads are split; None if none is near."""
+    if whole.dim() != value.dim():
+        return None
+    dims = [dim for dim, (one, other) in enumerate(zip(whole.shape, value.shape, strict=True)) if one != other]
+    if len(dims) != 1 or not value.numel() or whole.shape[dims[0]] % value.shape[dims[0]]:
+        return None
+    parts = torch.split(whole, value.shape[dims[0]], dims[0])
+    apart = [float((part.double() - value.double()).norm()) for part in parts]
+    nearest = min(range(len(parts)), key=apart.__getitem__)
+    return parts[nearest].contiguous() if apart[nearest] <= _NEAR * float(value.double().norm()) else None
+
+
+def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dtype]) -> dict[str, torch.dtype] | None:
+    """The dtypes to which a side's float32 tensors are rounded, by path: those of 16 bits that the other side has.
+
+    None if a weight has no partner, and the other side's weights are of several dtypes.
+    """
+    weights = {dtype for path, dtype in other.items() if path.endswith(WEIGHT)}
+    found = {}
+    for path, dtype in own.items():
+        partner = other.get(path)
+        if partner is None and path.endswith(WEIGHT) and not weights.isdisjoint(NARROW):
+            # Its partner has another name.
+            if len(weights) > 1:
+                return None
+            (partner,) = weights
+        if dtype == torch.float32 and partner in NARROW:
+            found[path] = partner
+    return found
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(as_bytes(one), as_bytes(other))
