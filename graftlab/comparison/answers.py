@@ -101,5 +101,5 @@ def moves(findings: Findings) -> bool:
 
 
 def _shows_output(findings: Findings) -> bool:
-    """Whether a model's output, the tap of this name, was compared."""
-    return any(map(is_output, findings.frame["name"]))
+    """Whether numbers of a model's output, the tap of this name, were compared."""
+    return any(map(is_output, findings.frame.loc[findings.frame["ratio"].notna(), "name"]))

@@ -180,10 +180,10 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def ratio(row: Mapping[str, Any], floor: Floor) -> float:
-    """A row's difference as a multiple of its floor; infinite where only one side is finite."""
+    """A row's difference as a multiple of its floor; infinite where only one side is finite, NaN for no numbers."""
     if row["nonfinite_differ"]:
         return math.inf
-    if row["rel_l2"] is None or math.isnan(row["rel_l2"]):
+    if row["rel_l2"] is None or math.isnan(row["rel_l2"]) or row["numel"] == 0:
         return math.nan
     if row["rel_l2"] == 0:
         return 0.0
@@ -279,9 +279,17 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     if not is_measured.all():
         sentences += _unmeasured(frame, frame[~is_measured])
         measured = frame[is_measured]
-    empty = measured[measured["rel_l2"].isna()]
+    none_finite = measured[measured["rel_l2"].isna()]
+    if len(none_finite):
+        sentences.append(f"{_taps(none_finite['name'])} {_be(none_finite, 'has')} no pair of finite numbers.")
+    empty = measured[measured["numel"] == 0]
     if len(empty):
-        sentences.append(f"{_taps(empty['name'])} {_be(empty, 'has')} no pair of finite numbers.")
+        sentences.append(f"{_taps(empty['name'])} {_be(empty, 'is')} empty.")
+    zeros = measured[_all_zeros(measured)]
+    if len(zeros):
+        sentences.append(
+            f"{_taps(zeros['name'])} {_be(zeros, 'is')} all zeros on both sides, which may hide earlier mistakes."
+        )
     both = measured[
         (measured["nonfinite_baseline"].fillna(0) > 0)
         & (measured["nonfinite_differ"].fillna(0) == 0)
@@ -307,6 +315,18 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
             f"{unlike['note'].iloc[0]}."
         )
     return sentences
+
+
+def _all_zeros(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Which of these rows have values, not data or gradients, that are nothing but zeros on both sides."""
+    found = (rows["numel"] > 0) & (rows["nonfinite_baseline"] == 0) & (rows["nonfinite_differ"] == 0)
+    for statistic in ("mean_baseline", "std_baseline", "mean_target", "std_target"):
+        found &= rows[statistic] == 0
+    if found.any():
+        # Whole numbers and masks are often zeros.
+        found &= rows["dtype"].map(lambda name: roundoff(str(name)) > 0).astype(bool)
+        found &= np.array([kind_of(tags) is None for tags in rows["tags"]], bool)
+    return found
 
 
 def in_more_calls(frame: pd.DataFrame, alone: pd.DataFrame) -> pd.DataFrame:

@@ -630,6 +630,9 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         # Taps in the middle clear nothing.
         ({}, True, False, "inconclusive"),
         ({"frame": taps_of("a").iloc[:0]}, True, True, "inconclusive"),
+        ({"frame": pd.concat([taps_of("a"), taps_of("output")])}, True, False, "agree"),
+        # No number of the output is finite, or it is empty.
+        ({"frame": pd.concat([taps_of("a"), taps_of("output").assign(ratio=None)])}, True, False, "inconclusive"),
         ({"failed": ["A stage failed."]}, True, True, "inconclusive"),
         ({"without_output": ["The output was not compared."]}, True, True, "inconclusive"),
         ({"not_repeated": ["a"]}, True, True, "inconclusive"),

@@ -38,6 +38,9 @@ def row(name: str, rel_l2: float | None = 0.0, **more: Any) -> Row:
     return Row(0, 0, order, name, tags, "b2t", side, given.pop("rank"), given.pop("status"), [0], **given)
 
 
+ZEROS = {f"{statistic}_{side}": 0.0 for statistic in ("mean", "std") for side in ("baseline", "target")}
+
+
 def frame_of(*rows: Row) -> pd.DataFrame:
     return to_frame(list(rows))
 
@@ -162,6 +165,8 @@ def test_the_error_without_grafts_is_beside_the_added_error() -> None:
         ),
         (row("q", None, status="failed", error="E: no"), "could not be compared (the transform failed): E: no."),
         (row("q", None), "1 tap (q) has no pair of finite numbers."),
+        (row("q", 0.0, numel=0, std_baseline=0.0), "1 tap (q) is empty."),
+        (row("q", 0.0, **ZEROS), "1 tap (q) is all zeros on both sides, which may hide earlier mistakes."),
         (
             row("q", 0.0, nonfinite_baseline=2),
             "1 tap (q) has numbers that are not finite, in the same places on both sides; these",
@@ -174,6 +179,28 @@ def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:
     (line,) = unseen_of(frame_of(row("fine"), bad))
     assert said in line
     assert unseen_of(frame_of(row("fine"))) == []
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        {"dtype": "int64"},
+        {"dtype": "bool"},
+        {"tags": {"kind": "grad"}},
+        {"tags": {"kind": "param"}},
+        {"mean_target": 1e-3},
+        {"std_target": 1e-3},
+        {"nonfinite_baseline": 2, "nonfinite_differ": 2},
+    ],
+)
+def test_other_zeros_hide_nothing(usual: dict[str, Any]) -> None:
+    assert unseen_of(frame_of(row("q", 0.0, **{**ZEROS, **usual}))) == []
+
+
+def test_an_empty_tap_is_not_measured() -> None:
+    frame = added_frame(frame_of(row("q", 0.0, numel=0), row("k", 0.0)), {})
+    assert frame["label"].tolist() == ["unmeasured", "clean"]
+    assert math.isnan(frame["ratio"].iloc[0])
 
 
 def test_one_sided_taps_are_reported_for_each_side() -> None:
