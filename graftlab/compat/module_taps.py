@@ -12,8 +12,9 @@ import torch
 
 from graftlab.config import PREFIX
 from graftlab.taps import calls
+from graftlab.taps.hooks import Removable
 from graftlab.taps.nested import tap_inside
-from graftlab.taps.watch import ROOT, HookChange, Removable, Watch, unwrapped_modules
+from graftlab.taps.watch import ROOT, HookChange, Watch, unwrapped_modules
 
 # What every engine calls the parts of a batch; their taps have these names wherever they are found.
 _CORE = frozenset(

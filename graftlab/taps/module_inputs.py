@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graftlab.taps import calls as taps
+from graftlab.taps.hooks import before_call
 from graftlab.taps.nested import TapOne, tap_in_tuples
 from graftlab.taps.wrappers import forward_of
 
@@ -41,8 +42,7 @@ class ArgumentTaps:
     """
 
     def __init__(self, forward: Callable[..., Any], begin: Callable[[], TapOne], tap_value: _TapValue) -> None:
-        parameters = inspect.signature(forward).parameters.values()
-        self._parameters = [each.name for each in parameters if each.kind in _POSITIONAL]
+        self._parameters = _positional(forward)
         self._begin = begin
         self._tap_value = tap_value
 
@@ -57,6 +57,13 @@ class ArgumentTaps:
         if same and all(by_name[name] is kwargs[name] for name in kwargs):
             return None
         return positional, by_name
+
+
+def _positional(forward: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that may be positional."""
+    if isinstance(forward, torch.ScriptMethod):
+        return [each.name for each in forward.schema.arguments[1:]]
+    return [each.name for each in inspect.signature(forward).parameters.values() if each.kind in _POSITIONAL]
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class ModuleInputs:
             if any(_is_output(watched.name, tap) or tap.startswith(watched.inside) for tap in self._wanted):
                 begin = partial(self._begin, module, watched)
                 hook = ArgumentTaps(forward_of(module), begin, tap_in_tuples)
-                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                self._handles.append(before_call(module, hook))
 
     def _begin(self, module: torch.nn.Module, watched: WatchedModule) -> TapOne:
         tap = self._tap_of(watched)

@@ -11,7 +11,8 @@ import torch
 
 from graftlab.errors import warn
 from graftlab.taps import calls as taps
-from graftlab.taps.watch import Chooser, Removable, Watch, chooser, weights_of
+from graftlab.taps.hooks import Removable
+from graftlab.taps.watch import Chooser, Watch, chooser, weights_of
 
 _SETTING = (bool, int, float)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,6 +16,7 @@ from graftlab.base.quantisation import weight_tap
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls as taps
 from graftlab.taps import compiled
+from graftlab.taps.hooks import Removable, after_call, before_call, is_called_from_python
 from graftlab.taps.inside import InsideTaps
 from graftlab.taps.module_inputs import ArgumentTaps, WatchedModule, WatchedModules
 from graftlab.taps.nested import PlacedArguments, tap_inside
@@ -36,12 +37,6 @@ _kinds: dict[str, str] = {}
 def kinds_of_watched() -> Mapping[str, str]:
     """Return the module's class, or the operation, behind each watched tap by its name; a view, which grows."""
     return MappingProxyType(_kinds)
-
-
-class Removable(Protocol):
-    """A hook handle."""
-
-    def remove(self) -> None: ...
 
 
 def latest_change() -> int:
@@ -132,6 +127,8 @@ def watch(
     Tensors inside an output are named ``name[0]`` (tuples, lists) and ``name.key`` (dicts, dataclasses, Hugging Face
     ``ModelOutput``). A graft replaces the tensor in the output; the module's own tensor is not modified.
 
+    A module of TorchScript is one tap; what it computes inside has none.
+
     ``include`` and ``exclude`` choose modules: a filter expression over ``name`` and ``type`` (the class name), such as
     ``"search('attn', name) or type == 'LayerNorm'"``, or a function of the name.
 
@@ -192,16 +189,16 @@ def watch(
         find = partial(weights_of, model, prefix, wanted, unwanted)
         # Before the hooks of FSDP, which replace shards by whole weights.
         at_call.append(_WeightTaps(find))
-        handles.append(model.register_forward_pre_hook(at_call[-1], prepend=True))
+        handles.append(before_call(model, at_call[-1], prepend=True))
     if inputs:
         tap_one = partial(_tap_input, f"{prefix}input.")
         input_taps = ArgumentTaps(forward_of(model), lambda: tap_one, tap_inside)
         placed = PlacedArguments()
         in_place = ArgumentTaps(forward_of(model), lambda: tap_one, placed.tap)
-        handles.append(model.register_forward_pre_hook(in_place, with_kwargs=True))
-        handles.append(model.register_forward_hook(placed.take_back, always_call=True))
+        handles.append(before_call(model, in_place))
+        handles.append(after_call(model, placed.take_back, always_call=True))
     modules = dict(model.named_modules())
-    handles += [module.register_forward_hook(_hook(name, extras, grads)) for name, module in chosen]
+    handles += [after_call(module, _hook(name, extras, grads)) for name, module in chosen]
     handles.append(
         WatchedModules(
             (module, WatchedModule(name, prefix if module is model else f"{name}.")) for name, module in chosen
@@ -269,7 +266,7 @@ class _WeightTaps:
         self._find = find
         self._shown_at: object = None
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         handler, grafter = taps.tap_handler(), taps.grafter()
         if handler is None or grafter is None:
             return
@@ -288,17 +285,24 @@ class _WeightTaps:
 
 
 def unwrapped_modules(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type."""
+    """Return modules by names without wrappers' parts: of equal names, the outermost module and the innermost type.
+
+    Those inside a module of TorchScript are left out, because Python does not call them.
+    """
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
+        if not is_called_from_python(path, modules):
+            continue
         name = unwrapped(path, modules)
         found[name] = (found[name][0] if name in found else module, _type_of(module))
     return found
 
 
 def _type_of(module: torch.nn.Module) -> str:
-    """Return the name of a module's original class, which ``fully_shard`` replaces by a subclass."""
+    """Return the name of a module's original class, which ``fully_shard`` and TorchScript replace."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(module.original_name)
     mine = type(module)
     own = [base for base in mine.__bases__ if base.__name__ != "FSDPModule"]
     return own[0].__name__ if len(own) < len(mine.__bases__) and own else mine.__name__
