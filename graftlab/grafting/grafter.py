@@ -58,6 +58,8 @@ def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
     return not pair[0].sends
 
 
+_MOST_WARNINGS = 3
+"""How many taps get a warning for one reason."""
 # Seconds between two checks for other threads' taps at the end of a step.
 _LOOK = 0.1
 
@@ -121,7 +123,7 @@ class Grafter:
         self._decisions: Decisions | None = None
         self._addresses = Addresses(self._step, self._warn_once)
         self._batch_rows = BatchRows()
-        self._warned: set[tuple[str, str]] = set()
+        self._warned: dict[str, set[str]] = {}
         # The number of taps left out of graphs that are already known.
         self._left_out = 0
         # Set while grafted weights and settings are to be restored afterwards.
@@ -584,7 +586,7 @@ class Grafter:
         return result.result
 
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:
-        """Return the plain tensor behind a tap's value; None, with one warning per tap, if there is none."""
+        """Return the plain tensor behind a tap's value; None, with a warning, if there is none."""
         found = plain_tensor(shown)
         if isinstance(found, str):
             self._warn_once(name, found)
@@ -592,9 +594,14 @@ class Grafter:
         return found
 
     def _warn_once(self, name: str, what: str) -> None:
-        if (name, what) not in self._warned:
-            self._warned.add((name, what))
-            warn(f"gl.tap({name!r}) on {self.place.label}: {what}")
+        names = self._warned.setdefault(what, set())
+        if name in names:
+            return
+        names.add(name)
+        if len(names) <= _MOST_WARNINGS:
+            # Code that suits no tap, such as a model within vmap, would print pages.
+            last = " (further taps get no warning of this)" if len(names) == _MOST_WARNINGS else ""
+            warn(f"gl.tap({name!r}) on {self.place.label}: {what}{last}")
 
     # ---- the status page ---------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ All ranks are in this process, with an exchange that never waits; ``test_pairing
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -184,6 +185,18 @@ def test_unsendable_value_is_skipped_with_one_warning_and_no_wait(value: Any) ->
     assert world.baseline.tap("h", value) is value
     world.target.tap("h", 1.0)
     assert told(world.rows) == [("target[0]", "h", "missing")]
+
+
+def test_few_taps_get_a_warning_for_one_reason() -> None:
+    world = GrafterWorld(b2t="True")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for name in "abcabcde":
+            world.baseline.tap(name, torch.ones(2, device="meta"))
+        world.baseline.tap("e", torch.ones(2).to_sparse())
+    texts = [str(each.message) for each in shown]
+    assert [text.partition(" on ")[0] for text in texts] == [f"gl.tap('{name}')" for name in "abce"]
+    assert ["further taps get no warning of this" in text for text in texts] == [False, False, True, False]
 
 
 # ---- filters that look at the rank ----------------------------------------------------------------------------------
