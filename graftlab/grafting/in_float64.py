@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.taps.backward import is_backward
+from graftlab.taps.untraced import UntracedMode
 
 _WIDE = {
     torch.bfloat16: torch.float64,
@@ -78,7 +78,7 @@ def as_it_is() -> Iterator[None]:
         _here.off = before
 
 
-class _Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Float64Mode(UntracedMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.coarse = CoarseDtypes()

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.diffs.results import is_written, named_tensors
 from graftlab.grafting.in_float64 import tensors_in
 from graftlab.grafting.self_graft import CallKey, CountingHandler
 from graftlab.taps.routing import handled_by
+from graftlab.taps.untraced import UntracedMode
 
 _MOST_RETURNED = 256
 """This many whole numbers hardly agree by chance if they are chosen from different values."""
@@ -102,7 +102,7 @@ class _SeeingHandler(CountingHandler):
             self._flow.see(own)
 
 
-class _ChoiceFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ChoiceFlow(UntracedMode):
     """Follows in which stretches of a call the values behind each tensor were computed."""
 
     def __init__(self) -> None:

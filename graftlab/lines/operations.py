@@ -27,7 +27,7 @@ from graftlab.lines.frames import (
 )
 from graftlab.lines.state import path_of
 from graftlab.taps.backward import frame_in_backward
-from graftlab.taps.untraced import outside_compiled_code
+from graftlab.taps.untraced import UntracedMode
 
 MOST_OPERATIONS = 50_000
 SORT_BUDGET = 1 << 24
@@ -269,7 +269,7 @@ class _BegunOperation(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(UntracedMode):
     """Records the operations of this thread while it is entered and not paused.
 
     Of each tensor that is read only the fingerprint is kept, so memory does not grow with the tensors' size. ``only``
@@ -338,12 +338,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._paused -= 1
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler, which takes seconds, just to keep it from compiling the next method.
-        return False
-
-    @outside_compiled_code
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graftlab.base.free_memory import free_bytes
 from graftlab.errors import SessionError
 from graftlab.ranks.state_snapshot import own_part
+from graftlab.taps.untraced import UntracedMode
 
 NARROW = (torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -114,7 +114,7 @@ def _dtypes_in(values: Iterable[Any]) -> Iterator[torch.dtype]:
             yield from _dtypes_in(each)
 
 
-class TrialOfRanks(TorchDispatchMode):
+class TrialOfRanks(UntracedMode):
     """Lets the ranks of one side try a call in which each waits for the others: it succeeds on all of them, or on none.
 
     Within it, a rank makes a collective only after all have come to the same one, with tensors of the same dtypes. So

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,3 +35,16 @@ def outside_compiled_code(function: Callable[P, R]) -> Callable[P, R]:
         return disabled(*args, **kwargs)
 
     return call
+
+
+class UntracedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose own code is not compiled, without the import of the compiler that torch does for that."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        cls.__torch_dispatch__ = outside_compiled_code(cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch does the same by `torch.compiler.disable`.
+        return False

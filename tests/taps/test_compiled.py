@@ -155,7 +155,10 @@ def test_compiled_model_shows_the_same_taps_in_the_same_order_as_eager(backend: 
     assert ("never used again", {"phase": "decode", "layer": 1, "inner": True}) in seen
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# With inductor gradients pass in the test of views.
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.ranks, pytest.mark.soak])]
+)
 @pytest.mark.parametrize("watched", [False, True])
 def test_graft_continues_in_the_graph_and_gradients_pass_through(
     backend: str, watched: bool, handler: TapHandler
