@@ -14,7 +14,14 @@ from graftlab.base.tap_groups import group_of
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.lines import DifferingLine, first_places, most_telling, notes_on
+from graftlab.verdict.lines import (
+    DifferingLine,
+    explained_by_code,
+    first_places,
+    lines_in_words,
+    most_telling,
+    notes_on,
+)
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
@@ -409,3 +416,34 @@ def test_the_ranks_on_which_a_tap_differs_are_named_in_one_or_several(wrong: lis
 def test_only_floating_dtypes_of_few_bits_are_coarse_and_unknown_ones_are_none() -> None:
     dtypes = ("bfloat16", "float8_e5m2", "float32", "int8", "float4_of_a_later_torch", "nn")
     assert [dtype for dtype in dtypes if _is_coarse(dtype)] == ["bfloat16", "float8_e5m2"]
+
+
+def test_lines_of_one_of_several_groups_are_not_said_to_be_those_of_each() -> None:
+    lines = [line("a", side) for side in ("target", "baseline")]
+    assert lines_in_words(lines, ["a", "b"], are_several=True)[0].startswith("The values first differ here")
+    both = [*lines, *(replace(each, group="b") for each in lines)]
+    assert lines_in_words(both, ["a", "b"], are_several=True)[0].startswith("In each of them, the values first differ")
+    assert lines_in_words(both, ["a", "b"])[0].startswith("The values first differ here")
+    assert lines_in_words(lines, ["b"]) == []
+
+
+@pytest.mark.parametrize(
+    ("side", "ranks", "note"),
+    [
+        ("target", (), "only the target does this"),
+        ("baseline", (), "the target lacks this"),
+        ("target", (1,), "only the target does this)  (only rank 1 runs this"),
+        ("target", (0, 1), "only the target does this)  (only ranks 0-1 run this"),
+    ],
+)
+def test_a_line_of_one_side_or_of_some_ranks_is_marked(side: Side, ranks: tuple[int, ...], note: str) -> None:
+    made = replace(line("up", side), is_only_here=True, ranks=ranks)
+    assert lines_in_words([made], ["up"])[1].endswith(f"  [silu(up)]  ({note})")
+
+
+def test_a_group_is_explained_by_code_if_confirmed_operations_differ() -> None:
+    ours, theirs = line("up", "baseline"), line("up", "target", confirmed=True)
+    assert explained_by_code([theirs, ours]) == set()
+    other = replace(ours, operation="gelu(up)")
+    assert explained_by_code([theirs, other]) == explained_by_code([theirs]) == {"up"}
+    assert explained_by_code([replace(theirs, confirmed=False), other]) == set()
