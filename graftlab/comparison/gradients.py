@@ -256,8 +256,6 @@ def _sum_of_ranks(
     target: Sequence[UpdateDescription],
 ) -> str | None:
     """A sentence if the gradients of the target's ranks add up to the baseline's, or average to it."""
-    if len(target) < 2:
-        return None
     limits = {line.name: max(line.limit, _SUM) for line in over}
     for what, divisor in (("sum", 1), ("average", len(target))):
         fits = {}

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from graftlab.base.sources import literal, parse_expression
-from graftlab.base.tags import Plain, identity, name_with
+from graftlab.base.tags import Plain, identity, is_rank_tag, name_with
 from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError, PlanError
 from graftlab.layouts import Gather, Layout, Rows, parse_layout
@@ -35,10 +35,10 @@ class PairRule:
     """A baseline tap and a target tap that show the same quantity; with ``{n}`` in both names, one pair per number.
 
     ``layout`` is the text of a layout that makes one from the other; the tensor of the side ``whole`` is the larger, or
-    of equal size. A name may select calls of a tap by their tags, ``q[layer={n}]``, and by the occurrence in the step,
-    ``drop#2``. Tags that it does not name must be equal on both sides, except for those that it leaves open,
-    ``q[layer={n},t=*]``: such calls are paired in their order. ``{n+1}`` is the next number. ``matched_by`` and ``rel``
-    describe how the pair was found.
+    of equal size. A name may select calls of a tap by their tags, ``q[layer={n}]``, in any order, and by the occurrence
+    in the step, ``drop#2``. Tags that it does not name must be equal on both sides, except for those that it leaves
+    open, ``q[layer={n},t=*]``: such calls are paired in their order. ``{n+1}`` is the next number. ``matched_by`` and
+    ``rel`` describe how the pair was found.
     """
 
     baseline: str
@@ -65,6 +65,8 @@ class PairRule:
         except (LayoutError, UnicodeEncodeError) as error:
             raise PlanError(f"pairs: {self.baseline!r} and {self.target!r}: {error}") from error
         object.__setattr__(self, "layout", layout.text)
+        object.__setattr__(self, "baseline", _as_reached(self.baseline))
+        object.__setattr__(self, "target", _as_reached(self.target))
 
     @cached_property
     def parsed(self) -> Layout:
@@ -181,9 +183,18 @@ class TapCallName:
         return cls(found["name"], tags, occurrence)
 
 
+def _as_reached(text: str) -> str:
+    """The name of a pair with its tags as calls are looked up: in the order of the alphabet, without blanks."""
+    call = TapCallName.of(text)
+    if not call.tags or not all(tag.isidentifier() and not is_rank_tag(tag) for tag in call.tags):
+        return text
+    return name_with(call.name, call.tags) + ("" if call.occurrence is None else f"#{call.occurrence}")
+
+
 def _value(text: str) -> Plain:
+    text = text.strip()
     try:
-        value = ast.literal_eval(parse_expression(text.strip()))
+        value = ast.literal_eval(parse_expression(text))
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, (int, float, bool)) or value is None else text
@@ -266,7 +277,7 @@ class PairTable:
         texts = []
         for tags in self._selected[side].get(_shape(name), ()):
             named = {tag for tag, _ in tags}
-            if own.keys() > named or (own.keys() == named and any(is_open for _, is_open in tags)):
+            if own.keys() >= named:
                 texts.append(name_with(name, {tag: ANY if is_open else own[tag] for tag, is_open in tags}))
         return texts
 
@@ -276,25 +287,19 @@ class PairTable:
             bool(self._instances(side, name))
             or any(TapCallName.of(text).name == name for text in self._written[side])
             or any(
-                _numbers(TapCallName.of(rule.name(side)).name, name) is not None for rule in self._with_tags(side, name)
+                _numbers(TapCallName.of(text).name, name) is not None
+                for text in (rule.name(side) for rule in self._rules if rule.is_pattern)
+                if TapCallName.of(text).name != text
             )
         )
 
-    def _with_tags(self, side: Side, name: str) -> Iterable[PairRule]:
-        """The patterns that may be about a tap of this name and name some of its tags."""
-        if _shape(name) not in self._selected[side]:
-            return ()
-        return (rule for rule in self._rules if rule.is_pattern and _tells_tags(rule))
-
     def _of_calls(self, side: Side, text: str, own: Mapping[str, Any]) -> list[Pairing]:
         found = []
-        numbered = [t for t in self._written[side] if "#" in t and t.rpartition("#")[0] == text]
+        numbered = [t for t in self._written[side] if t.rpartition("#")[0] == text]
         for called in numbered:
             for rule, baseline, target in self._instances(side, called):
                 found.append(self._pairing(side, rule, baseline, target, own))
-        for shape, rules in self._patterns[side].items():
-            if "#" not in shape:
-                continue
+        for rules in self._patterns[side].values():
             for rule in rules:
                 fixed, _, call = rule.name(side).rpartition("#")
                 numbers = _numbers(fixed, text) if call.isdigit() else None

@@ -212,8 +212,8 @@ class GraftPlan:
                 raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
             try:
                 rewrite = bounded_rewrite(pattern, replacement)
-                # re checks group references only when something matches; this makes it check them now.
-                re.compile(f"{pattern}|").sub(replacement, "")
+                # Checks the references to groups.
+                re.sub(pattern, replacement, "")
                 # Text that UTF-8 cannot express cannot be sent to the ranks.
                 f"{pattern}{replacement}".encode()
             except (re.error, IndexError, OverflowError, UnicodeEncodeError, FilterError) as error:

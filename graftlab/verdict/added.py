@@ -253,8 +253,8 @@ def one_sided_filter(rows: pd.DataFrame) -> str | None:
     one_sided = [names[group] for group in names if group not in measured]
     while one_sided:
         text = filter_of(sorted((each for names in one_sided for each in names), key=str))
-        if text is None or len(text) <= _LONGEST_FILTER:
-            return f"({text})" if text else None
+        if text is not None and len(text) <= _LONGEST_FILTER:
+            return f"({text})"
         one_sided = one_sided[: len(one_sided) // 2]
     return None
 

@@ -130,11 +130,11 @@ def find_causes(
     moves = [group for group in tested if moved([group])]
     minor = [group for group in tested if group not in moves]
     together: frozenset[str] = frozenset()
-    if untested and moved(untested):
+    if moved(untested):
         moves += untested
     else:
         minor += untested
-    if len(minor) > 1 and not (untested and set(minor) == {*untested}) and moved(minor):
+    if moved(minor):
         together = frozenset(minor)
     cancelling: list[frozenset[str]] = []
     cut_short = False
@@ -145,7 +145,7 @@ def find_causes(
         for candidate in _sets(candidates, alone, len(named)):
             if any(candidate & found for found in cancelling):
                 continue
-            if candidate not in known and len(known) >= most:
+            if len(known) >= most:
                 cut_short = True
                 break
             if not moved(candidate):

@@ -131,7 +131,7 @@ def _at_every_nth(chosen: Tensor, extent: int, dim: int, is_last: bool) -> str |
         return None
     steps = chosen.diff()
     step, first = int(steps[0]), int(chosen[0])
-    if step < 2 or not bool((steps == step).all()) or first >= step or int(chosen[-1]) + step < extent:
+    if not bool((steps == step).all()) or first >= step or int(chosen[-1]) + step < extent:
         return None
     which = {2: "second", 3: "third", 4: "fourth"}.get(step, f"{step}th")
     return f"every {which} index of dim {dim}, from {first}"
@@ -205,7 +205,7 @@ def _number(factor: float) -> str:
     """A factor as a plain fraction if it is very close to one, else in digits."""
     for below in (1, 2, 3, 4, 8):
         above = round(factor * below)
-        if above and abs(factor * below - above) < 1e-4 * abs(above):
+        if abs(factor * below - above) < 1e-4 * abs(above):
             return f"{above}" if below == 1 else f"{above}/{below}"
     root = factor * abs(factor)
     for below in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -253,7 +253,7 @@ def _moved(x: Tensor, y: Tensor) -> Tell:
                 shifted[edge] = y[edge]
                 places = "one place" if abs(by) == 1 else f"{abs(by)} places"
                 yield f"shifted along dim {dim} by {places}, to {'later' if by > 0 else 'earlier'} indices", shifted
-        if extent >= 2 and extent % 2 == 0:
+        if extent % 2 == 0:
             yield f"the halves of dim {dim} are swapped", x.roll(extent // 2, dim)
         if extent >= 4 and extent % 2 == 0:
             before, after = x.shape[:dim], x.shape[dim + 1 :]
@@ -287,7 +287,7 @@ def _shift(x: Tensor, y: Tensor, dim: int) -> list[int]:
 
 def _permuted(x: Tensor, y: Tensor) -> Tell:
     for dim, extent in enumerate(x.shape):
-        if not 2 <= extent <= _LONGEST_PERMUTED:
+        if extent > _LONGEST_PERMUTED:
             continue
         mine, theirs = (each.movedim(dim, 0).reshape(extent, -1)[:, :_SAMPLED] for each in (x, y))
         order = torch.cdist(theirs, mine).argmin(1)

@@ -43,7 +43,7 @@ def settings_difference(compared: pd.DataFrame, pair_of: PairOf) -> SettingsDiff
 
     ``compared`` are the rows of a run without grafts in which :data:`SETTINGS` were kept.
     """
-    rows = [row for row in records(compared) if kind_of(row["tags"]) in ("optimizer", "param")]
+    rows = records(compared)
     differing: dict[str, dict[str, Any]] = {}
     for row in rows:
         is_setting = kind_of(row["tags"]) == "optimizer" and not row["tags"].get("updated")

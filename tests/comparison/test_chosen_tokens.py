@@ -182,3 +182,49 @@ def test_a_near_tie_is_proven_and_another_choice_is_not_excused(
         assert answer["answer"] == "differ"
         assert "the code that chooses tokens differs" in text
         assert "near tie" not in text
+
+
+@pytest.mark.parametrize("seen", ["other shape", "whole numbers", "one side alone"])
+def test_only_results_of_one_shape_that_both_sides_return_are_logits(seen: str) -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    ids, others = (side[:, -1:].argmax(-1) for side in (ours, theirs))
+    first, second = call(ours, ids), call(theirs, ids)
+    # Another result comes before the logits.
+    extra = torch.full((2, 3, 1000), 2.0)
+    extra[:, :, 0] = 1.0
+    extra[0, -1, ids[0]] = extra[1, -1, ids[1]] = 3.0
+    of_ours, of_theirs = {"['a']": extra, **first.plain}, {"['a']": extra, **second.plain}
+    if seen == "other shape":
+        of_theirs["['a']"] = extra[:, :2]
+    elif seen == "whole numbers":
+        of_ours["['a']"] = of_theirs["['a']"] = extra.long()
+    else:
+        del of_theirs["['a']"]
+    (token,) = chosen_tokens(
+        (replace(first, plain=of_ours), replace(second, plain=of_theirs)), (call(ours, ids), call(theirs, others)), 5.0
+    )
+    assert token.is_tie
+
+
+@pytest.mark.parametrize("token", [-1, 1000, 4000])
+def test_a_number_that_no_logit_has_is_no_choice(token: int) -> None:
+    ours = logits(4.0 - 1e-6)
+    ids = torch.tensor([[token], [11]])
+    assert found(ours, rounded(ours), ids=ids, others=ids + 1) == []
+
+
+def test_tokens_of_other_batches_are_no_choices() -> None:
+    ours = logits()
+    ids = ours[:, -1:].argmax(-1)
+    assert found(ours, ours, ids=ids, others=ids[:1]) == found(ours, ours, ids=ids[:, 0], others=ids) == []
+
+
+def test_the_rows_of_one_sequence_are_its_last() -> None:
+    drawn = torch.randn(3, 7)
+    for tensor, rows in ((drawn[None], 1), (drawn, 1), (drawn[-1], 1)):
+        last = _last_rows(tensor, rows)
+        assert last is not None
+        assert torch.equal(last, drawn[-1:].double())
+    for tensor, rows in ((drawn[-1], 2), (drawn, 2), (drawn[None], 2), (drawn[:, :0], 3), (torch.tensor(1.0), 1)):
+        assert _last_rows(tensor, rows) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.answers import Comparison
-from graftlab.comparison.gradients import judge_gradients
+from graftlab.comparison.gradients import _distance, judge_gradients
 from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.ranks.held_call import describe_call, hold
@@ -320,6 +321,91 @@ def test_a_weight_that_only_one_side_trains_is_named(side: str) -> None:
     assert judge_gradients([row("w", 0, whole, whole)], [alike], [alike], {}).sentences == ()
 
 
+def test_a_weight_that_is_not_trained_is_not_said_to_lack_its_gradient_too() -> None:
+    whole = drawn(0)
+    lacks = replace(description({"w": whole}), without_gradient=("v",), frozen=("v",))
+    found = judge_gradients([row("w", 0, whole, whole)], [description({"w": whole, "v": drawn(1)})], [lacks], {})
+    assert found.sentences == ("The target does not train v, and the baseline does.",)
+
+
+def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_differ() -> None:
+    ours = {name: drawn(number) for number, name in enumerate("abcd")}
+
+    def found(**changed: torch.Tensor) -> Any:
+        theirs = {name: 2.0 * each for name, each in ours.items()} | changed
+        rows = [row(name, 0, ours[name], theirs[name]) for name in ours]
+        return judge_gradients(rows, [description(ours)], [description(theirs)], {})
+
+    assert found().sentences[0] == "All gradients that the optimizer reads are 2 times the baseline's."
+    assert (found().factor, found().named) == (2.0, ())
+    one = found(d=0.5 * ours["d"])
+    assert (one.factor, one.named) == (2.0, ("d",))
+    assert one.sentences[:2] == (
+        "The gradient of d (0.25 times the baseline's) differs apart from the factor below.",
+        "The gradients of the 3 other weights are 2 times the baseline's, as when clipping by the global norm follows "
+        "from the gradients above, which are shown without this factor.",
+    )
+    two = judge_gradients(
+        [row(name, 0, ours[name], drawn(9)) for name in "ab"], [description(ours)], [description(ours)], {}
+    )
+    assert two.sentences[0].startswith("The gradients of a (rel_l2 1.")
+    assert two.sentences[0].endswith(" differ.")
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_gradients_that_still_have_those_of_the_last_update_are_not_set_to_zero(side: str) -> None:
+    clean, last = {"w": drawn(0), "v": drawn(1)}, {"w": drawn(2), "v": drawn(3)}
+
+    def said(**wrong: torch.Tensor) -> tuple[str, ...]:
+        left = {name: clean[name] + last[name] for name in clean} | wrong
+        added = replace(description({f"t.{n}": each for n, each in left.items()}), previous=samples(**last))
+        added = replace(added, previous={f"t.{name}": each for name, each in added.previous.items()})
+        ours, theirs = description(clean), added
+        if side == "baseline":
+            ours = replace(description(left), previous=samples(**last))
+            theirs = description({f"t.{name}": each for name, each in clean.items()})
+        pairs = {name: (left[name], clean[name]) if side == "baseline" else (clean[name], left[name]) for name in clean}
+        rows = [{**row(name, 0, *pair), "target_name": f"t.{name}"} for name, pair in pairs.items()]
+        return judge_gradients(rows, [ours], [theirs], {}).sentences
+
+    other = "target" if side == "baseline" else "baseline"
+    assert said()[0] == (
+        f"The {side}'s gradients are those of the {other} plus the {side}'s own of the last update (w, v): they are "
+        "not set to zero in between (zero_grad)."
+    )
+    assert not any("zero_grad" in each for each in said(v=clean["v"] + 2 * last["v"]))
+
+
+def test_gradients_that_only_optimizers_show_are_compared_without_words_on_their_origin() -> None:
+    whole = drawn(0)
+    bare = description({"w": whole}, {})
+    assert judge_gradients([row("w", 0, whole, whole)], [bare], [bare], {}).sentences == ()
+    other = description({"w": whole.flip(0)}, {})
+    (said,) = judge_gradients([row("w", 0, whole, whole.flip(0))], [bare], [other], {}).sentences
+    assert said.startswith("The gradient of w (rel_l2 1.")
+    parts = drawn(1), drawn(2)
+    ranks = [description({"w": part}, {}) for part in parts]
+    rows = [row("w", rank, parts[0] + parts[1], part) for rank, part in enumerate(parts)]
+    found = judge_gradients(rows, [description({"w": parts[0] + parts[1]}, {})], ranks, {})
+    assert found.sentences[0].startswith("The target's ranks 0-1 sum to the baseline's gradient of w")
+
+
+def test_summands_may_be_alike_on_some_ranks_and_have_one_shape() -> None:
+    one, other = drawn(0), drawn(1)
+    found = gradients_of_ranks([one, one, other], 2 * one + other)
+    assert found.sentences[0].startswith("The target's ranks 0-2 sum to the baseline's gradient of w")
+    whole = one + other
+    ranks = [description({"w": one}), description({"w": other[:32]})]
+    rows = [row("w", 0, whole, one), row("w", 1, whole, other)]
+    found = judge_gradients(rows, [description({"w": whole})], ranks, {})
+    assert not any("a reduction over the ranks" in each for each in found.sentences)
+
+
+def test_a_difference_from_zeros_is_without_bound() -> None:
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert [_distance(*pair) for pair in ((zeros, zeros), (zeros, ones), (ones, zeros))] == [0.0, math.inf, 1.0]
+
+
 def test_a_factor_of_half_of_the_gradients_is_not_that_of_all() -> None:
     factors = {"a": 2.0, "b": 2.0, "c": 1.0, "d": 3.0}
     ours = {name: drawn(number) for number, name in enumerate(factors)}
@@ -426,8 +512,9 @@ def test_each_sides_factor_after_its_backward_passes_is_reported(ours: float, th
     found = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, theirs)], {})
     assert any(each.startswith(told) for each in found.sentences), found.sentences
     # Without one factor there is none to report.
-    mixed = judge_gradients(rows, [changed(ours, ours)], [changed(theirs, 3 * theirs)], {})
-    assert not any("After the backward passes" in each for each in mixed.sentences)
+    for sides in (((ours, ours), (theirs, 3 * theirs)), ((ours, 3 * ours), (theirs, theirs))):
+        mixed = judge_gradients(rows, *([changed(*factors)] for factors in sides), {})
+        assert not any("After the backward passes" in each for each in mixed.sentences)
 
 
 @pytest.mark.parametrize(

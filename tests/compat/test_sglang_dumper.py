@@ -34,6 +34,9 @@ def test_values_come_with_their_tags_and_the_context_and_steps(tmp_path: Path) -
     def show(dumper: Dumper) -> None:
         dumper.set_ctx(phase="decode", layer_id=3)
         dumper.dump("hidden", torch.ones(2), save=False, kind_of="mlp")
+        dumper.configure(enable_model_value=True)
+        # The context goes before a call's own tags.
+        dumper.dump_model(torch.nn.Linear(1, 1, bias=False), layer_id=1)
         dumper.step()
         dumper.set_ctx(layer_id=None)
         dumper.dump_dict("batch", {"ids": torch.arange(3), "note": "text"})
@@ -42,6 +45,7 @@ def test_values_come_with_their_tags_and_the_context_and_steps(tmp_path: Path) -
         found = recorded(tmp_path, show)
     assert found == [
         {"step": 0, "name": "hidden", "kind_of": "mlp", "phase": "decode", "layer_id": 3.0},
+        {"step": 0, "name": "param__weight", "kind": "param", "phase": "decode", "layer_id": 3.0},
         {"step": 1, "name": "batch_ids", "phase": "decode"},
     ]
 

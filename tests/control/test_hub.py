@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,3 +234,20 @@ def test_a_rank_that_sends_an_invalid_message_is_dropped_with_the_reason(
     assert "target[0] is dropped" in caplog.text
     if b"Nothing" in frame:
         assert "'Nothing'" in ranks[1].rank.how_it_ended()
+
+
+def test_a_socket_whose_other_end_is_closed_wakes_once() -> None:
+    read, write = os.pipe()
+    mine, theirs = socket.socketpair()
+    with mine:
+        sockets = hub_module._WakeSockets(read)
+        sockets.add(mine)
+        theirs.send(b"!")
+        sockets.wait(0)
+        assert sockets._poller.poll(0) == []
+        theirs.close()
+        assert sockets._poller.poll(0) != []
+        sockets.wait(0)
+        assert sockets._poller.poll(0) == []
+    for descriptor in (read, write):
+        os.close(descriptor)

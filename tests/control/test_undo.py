@@ -104,7 +104,9 @@ def test_a_borrowed_plan_is_not_undone_and_restoring_it_allows_it_again(session:
 
 def test_restoring_a_borrowed_plan_keeps_a_newer_edit_of_the_user(session: gl.Session) -> None:
     lend_plan(session, t2b="layer == 0")
-    session.edit(t2b=None, keep="layer == 2")
+    # The edit is one of the plan from before.
+    session.edit(keep="layer == 2")
+    assert (session.plan.t2b, session.plan.keep) == (None, "layer == 2")
     lend_plan(session, b2t="True", keep=None)
     restore_plan(session)
     assert (session.plan.b2t, session.plan.keep) == (None, "layer == 2")

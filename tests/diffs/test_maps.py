@@ -117,6 +117,10 @@ def test_differences_are_taken_as_wide_as_an_operand_needs(
     assert found.dtypes == (str(one).removeprefix("torch."), str(other).removeprefix("torch."))
     assert found.grid.tolist() == [[1.0, 1.0]]
     assert found.grid.dtype == (np.float64 if work in (torch.float64, torch.complex128) else np.float32)
+    for dtype in (one, other, torch.complex128):
+        grid, _ = max_downsample(torch.ones(1, 2, dtype=dtype))
+        is_wide = working_dtype(torch.ones(1, dtype=dtype)) in (torch.float64, torch.complex128)
+        assert grid.dtype == (np.float64 if is_wide else np.float32)
 
 
 def test_which_axes_are_shown() -> None:

@@ -15,7 +15,8 @@ from graftlab.grafting import active
 from graftlab.graphs import FillContext
 from graftlab.graphs.capture import CpuCapturer
 from graftlab.graphs.captured_function import CapturedFunction
-from graftlab.graphs.tap_sites import WantedTaps
+from graftlab.graphs.tap_sites import WantedTaps, _is_wanted
+from graftlab.plan.plan import Action
 from graftlab.taps import calls
 
 ways = pytest.mark.parametrize("grafts", ["switches", "breaks"])
@@ -312,3 +313,8 @@ def test_host_parts_between_graphs_keep_their_places_at_every_replay(
     for step, value in enumerate((1.0, 2.0)):
         own = {"host0": 10 * value, "host1": 100 * value + 1, "host2": 1000 * value + 12, "host3": 73.0, "host4": 734.0}
         assert {name: rows[step, name].mean_target for name in own} == own
+
+
+def test_a_tap_that_would_be_grafted_both_ways_is_wanted_so_that_its_error_is_raised() -> None:
+    wanted = [_is_wanted(each) for each in (Action(), Action("b2t"), Action("t2b", graft=True), Action(overlap=True))]
+    assert wanted == [False, True, True, True]

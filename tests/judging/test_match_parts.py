@@ -11,6 +11,7 @@ import torch
 
 from graftlab.errors import SessionError
 from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
+from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.ranks.match_recorder import forget_match, record_taps, recorded_value
 
@@ -73,3 +74,42 @@ def test_ranks_get_the_budget_of_kept_bytes_and_that_of_sent_ones() -> None:
         matching._record(())
     assert [each.func for each in asked] == [record_taps, record_taps]
     assert [each.args[1:3] for each in asked] == [(100, 7), (100, 7)]
+
+
+def test_a_run_of_a_match_adds_new_grafts_and_drops_those_that_are_no_longer_wanted() -> None:
+    notes: list[str] = []
+    match: Any = SimpleNamespace(_grafted={}, _values={"a": torch.ones(1)}, _note=notes.append)
+    match._fetch = lambda side, name: torch.zeros(1) if (side, name) == ("baseline", "b") else None
+    match._value = lambda pair: _MatchedRuns._value(match, pair)
+
+    def changed(*pairs: tuple[str, str]) -> tuple[dict[str, int], list[str]]:
+        new, gone = _MatchedRuns._changed(match, [Pair(*pair) for pair in pairs])
+        return {name: len(grafts) for name, grafts in new.items()}, gone
+
+    assert changed(("a", "x"), ("b", "x"), ("c", "y")) == ({"x": 2}, [])
+    assert notes == ["c was not kept, so y was not grafted to match the taps after it"]
+    assert list(match._values) == ["a", "b"]
+    assert changed(("a", "x"), ("b", "x")) == ({}, ["y"])
+    assert changed(("a", "x"), ("b", "z")) == ({"x": 1, "z": 1}, [])
+    assert changed() == ({}, ["x", "z"])
+
+
+def test_the_stop_button_interrupts_the_run_of_a_match() -> None:
+    asked: list[str] = []
+
+    def wait(bar: Any) -> None:
+        raise KeyboardInterrupt
+
+    class Session:
+        closed, runs = False, ()
+
+        def start(self, *callees: Any) -> Any:
+            return SimpleNamespace(wait=wait, done=True)
+
+        def interrupt(self) -> None:
+            asked.append("interrupt")
+
+    match = _MatchedRuns(Session(), print, print, (), {}, 1, 2)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        match._record(())
+    assert asked == ["interrupt"]

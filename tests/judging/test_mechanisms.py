@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
-from graftlab.judging.mechanisms import LentWeights, Mechanisms
+from graftlab.judging.mechanisms import LentWeights, Mechanisms, _distance
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.rows.store import to_frame
 from graftlab.verdict.unexplained import ReturnedValues
@@ -239,3 +240,13 @@ def test_the_pairs_of_one_look_are_all_of_one_run() -> None:
     hints = found.hints(frame, ["h", "k"])
     assert "3" in hints["h"]
     assert set(hints) == {"h", "k"}
+
+
+def test_rows_without_a_measured_value_have_no_distance() -> None:
+    assert math.isnan(_distance(to_frame([tap("a", 1, status="missing")._replace(rel_l2=None)]), None))
+    assert math.isnan(_distance(to_frame([tap("a", 1)._replace(rel_l2=None)]), None))
+    assert _distance(to_frame([tap("a", 1, 1e-4), tap("b", 2, 1e-3)]), None) == pytest.approx(100)
+    assert _distance(to_frame([tap("a", 1, 1e-4, nonfinite_differ=1)]), None) == math.inf
+    # A gradient comes after the values, whatever its place.
+    grad = tap("a", 9, 0.5, own={"kind": "grad"})
+    assert _distance(to_frame([tap("a", 1, 1e-4), grad]), None) == pytest.approx(10)

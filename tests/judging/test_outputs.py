@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pandas as pd
 import pytest
 
 from graftlab.errors import SessionError
-from graftlab.judging.swaps import find_outputs
+from graftlab.filters.expressions import compile_filter
+from graftlab.judging.swaps import OutputTap, Swaps, find_outputs
 
 
 def rows(*names: str, dtypes: tuple[str, ...] = ()) -> pd.DataFrame:
@@ -87,3 +91,60 @@ def test_effects_on_gradients_are_measured_at_one_part_alone() -> None:
     value, gradient = find_outputs(pd.concat([values, gradients]), None, [".scores", ".boxes"])
     assert [each.name for each in value.all] == ["output.scores", "output.boxes"]
     assert [each.name for each in gradient.all] == ["output.scores"]
+
+
+def output_of(name: str, group: str, **tags: Any) -> OutputTap:
+    return OutputTap(name, group, "float32", tags, (0, 1))
+
+
+def test_the_filter_at_an_output_matches_it_alone_where_both_sides_know_its_name() -> None:
+    swaps: Any = SimpleNamespace(_is_exact=True)
+    text = Swaps._filter_at(swaps, output_of("h.1", "h.*", layer=3, rid=None))
+    matches = compile_filter(text).matches
+    assert matches({"name": "h.1", "layer": 3})
+    for other in (
+        {"name": "h.0", "layer": 3},
+        {"name": "h.1", "layer": 2},
+        {"name": "h.1", "layer": 3, "kind": "grad"},
+    ):
+        assert not matches(other)
+    grad = compile_filter(Swaps._filter_at(swaps, output_of("h.1", "h.*@grad", kind="grad"))).matches
+    assert [grad({"name": "h.1", "kind": kind}) for kind in ("grad", "param_grad")] == [True, False]
+    assert not grad({"name": "h.1"})
+    # Otherwise the taps of its group, by both names.
+    of_group: Any = SimpleNamespace(_is_exact=False, _names={"h.*": {("h.1", None), ("b.1", None)}})
+    matches = compile_filter(Swaps._filter_at(of_group, output_of("h.1", "h.*"))).matches
+    assert [matches({"name": name}) for name in ("h.1", "h.0", "b.7", "c.1")] == [True, True, True, False]
+
+
+def test_an_output_is_kept_under_the_name_of_its_pair() -> None:
+    rows = [SimpleNamespace(names=names, tags={}) for names in (["h.0"], ["old.1", "h.1"], ["other"])]
+    floors = SimpleNamespace(paired=lambda row: row.names)
+    session = SimpleNamespace(options=SimpleNamespace(keep_budget=3 << 30))
+    swaps: Any = SimpleNamespace(
+        _selves=[SimpleNamespace(outputs=rows)], _floors=floors, _runs=SimpleNamespace(session=session)
+    )
+    assert Swaps._kept_name(swaps, output_of("h.1", "h.*")) == "h.1"
+    assert Swaps._kept_name(swaps, output_of("own", "h.*")) == "h.1"
+    assert Swaps._kept_name(swaps, output_of("own", "old.*")) == "old.1"
+    with pytest.raises(
+        SessionError, match=r"values of x were not recorded; .* for all taps \(3,072 MiB on each rank\)"
+    ):
+        Swaps._kept_name(swaps, output_of("x", "x"))
+
+
+def test_the_effect_of_a_group_does_not_show_at_its_own_later_calls() -> None:
+    frame = pd.DataFrame(
+        {"name": name, "tags": {"name": name, "layer": layer}, "rank": rank, "step": step}
+        for name, layer, rank, step in (("h.0", 1, 0, 0), ("h.1", 1, 0, 0), ("h.1", 2, 0, 1), ("h.1", 2, 1, 1))
+    )
+
+    def can(groups: list[str], *, exact: bool = True, rows: pd.DataFrame = frame) -> bool:
+        return Swaps.can_measure(SimpleNamespace(_rows=rows, _is_exact=exact), groups, output_of("h.1", "h.*", layer=1))  # type: ignore[arg-type]
+
+    assert can(["other"], exact=False)
+    assert can(["h.*"])
+    # By names that pairs or renames make, other taps of the group cannot be told from it.
+    assert not can(["h.*"], exact=False)
+    assert not can(["h.*"], rows=pd.concat([frame, frame]))
+    assert can(["h.*"], rows=frame[:0])

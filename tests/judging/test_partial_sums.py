@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.comparison.answers import answer_of
 from graftlab.errors import SessionError
-from graftlab.judging.partial_sums import Summands, next_taps, partial_sums
+from graftlab.judging.partial_sums import Summands, _are_far, _means_add_up, next_taps, partial_sums
 from graftlab.judging.verdict_runs import RunFilters
 from graftlab.rows.store import to_frame
 
@@ -282,6 +282,40 @@ def test_the_taps_after_summands_are_those_that_the_ranks_show_next() -> None:
     ]
     assert next_taps(to_frame(rows), {"down", "dropped"}) == {"norm": "dropped", "out": "down"}
     assert next_taps(to_frame(rows), {"other"}) == {}
+    # Between them, neither a gradient nor a value of the baseline is one that the target's ranks show.
+    between = [tap("grad", 3, rank=0, rel_l2=0.1, own={"kind": "grad"}), tap("lone", 3, rank=0, side="baseline")]
+    rows[2:2] = between
+    assert next_taps(to_frame(rows), {"down", "dropped"}) == {"norm": "dropped", "out": "down"}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 4)])
+def test_only_ranks_beside_a_single_one_may_have_its_summands(sizes: tuple[int, int]) -> None:
+    one, other = drawn(0), drawn(1)
+    runs = Runs(one + other, one, other)
+    runs.session.options = SimpleNamespace(baseline=sizes[0], target=sizes[1])
+    assert runs.sums() == {}
+    assert runs.asked == []
+
+
+def test_means_add_up_whatever_their_signs() -> None:
+    def call(whole: float, *parts: float) -> Any:
+        usual = {
+            "name": "x",
+            "mean_baseline": whole,
+            "std_baseline": 1.0,
+            "numel": 10_000,
+            "dtype": "float32",
+            "cast": None,
+        }
+        return {rank: {**usual, "mean_target": part} for rank, part in enumerate(parts)}
+
+    assert _means_add_up(call(-3.0, -1.0, -2.0), {})
+    assert not _means_add_up(call(3.0, -1.0, -2.0), {})
+    assert not _means_add_up(call(3.0, 1.0, 1.0), {})
+    assert not _means_add_up(call(3.0, 2.0, 2.0), {})
+    # Large means of opposite signs round more than their sum.
+    assert _means_add_up({**call(0.001, -1e6, 1e6)}, {})
+    assert [_are_far({0: {"rel_l2": 1.0}, 1: {"rel_l2": each}}) for each in (1.0, 1e-3)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,32 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     assert rounding((0.3, 0.4)).stands_out == "x adds far more."
 
 
+def test_the_effect_of_quantised_modules_is_measured_where_nothing_else_is_named(swapped: Made) -> None:
+    floors = SimpleNamespace(of_output=lambda group: SimpleNamespace(rel_l2=0.1))
+
+    def quantised(*measured: Any, output: Any = OUTPUT, groups: tuple[str, ...] = ("a",), **more: Any) -> Any:
+        swapped.evidence = replace(swapped.evidence, outputs=[output], floors=floors)  # type: ignore[arg-type]
+        swapped.naming = naming(**{"named": (), **more})
+        swapped.naming.quantised = SimpleNamespace(text=["Quantised."], outputs=lambda frame, named: groups)  # type: ignore[assignment]
+        swapped.asked.clear()
+        return Judgement(swapped.runs)._quantised(swapped.evidence, swapped.naming, Swapping(swapped, *measured))  # type: ignore[arg-type]
+
+    last = "With the baseline's outputs there, the output logits is off by 0.4; with the target's it is off by 0.6."
+    assert quantised((0.4, 0.6)) == (["Quantised.", last], True)
+    assert swapped.asked == [("with and without", ("a",))]
+    # Up to the threshold times the output's floor that is all there is.
+    assert quantised((0.6, 0.6))[1] is False
+    whole = SimpleNamespace(**{**vars(OUTPUT), "name": "output"})
+    assert quantised((0.0, 0.6), output=whole)[0][1] == (
+        "With the baseline's outputs there, the output is bit-equal; with the target's it is off by 0.6."
+    )
+    for more in ({"groups": ()}, {"groups": ("d",)}, {"named": ("b",)}, {"not_repeated": ["b"]}):
+        assert quantised(**more) == (["Quantised."], False)
+        assert swapped.asked == []
+    swapped.runs.request.explain = False
+    assert quantised() == (["Quantised."], False)
+
+
 # ---- what is named ---------------------------------------------------------------------------------------------------
 
 

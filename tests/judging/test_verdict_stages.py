@@ -217,3 +217,18 @@ def test_pairs_that_no_longer_hold_are_said_of_what_is_named_or_allow_no_conclus
     monkeypatch.setattr(judgement, "learned_from_other_code", lambda found: "")
     made.naming = naming(())
     assert not any("no longer" in each for each in made.verdict().findings.remarks)
+
+
+def test_returned_values_after_the_last_tap_and_parts_of_gradients_reach_the_findings(made: Made) -> None:
+    def returned(most: float) -> Any:
+        return SimpleNamespace(most=lambda leave: most if leave == ["varies anyway"] else -1.0, differences=())
+
+    made.parts = {"w@param_grad": ["w"]}
+    made.evidence = replace(made.evidence, returned=returned(0.5), returned_grafted=returned(0.25))
+    found = made.verdict().findings
+    assert (found.after_taps, found.gradient_parts) == (0.25, ["w@param_grad"])
+    # The grafted run failed.
+    made.evidence = replace(made.evidence, returned_grafted=None)
+    assert made.verdict().findings.after_taps == 0.5
+    made.evidence = replace(made.evidence, returned=None)
+    assert made.verdict().findings.after_taps == 0.0

@@ -58,6 +58,7 @@ class Made:
         self.asked: list[Any] = []
         self.naming = naming()
         self.split: dict[str, list[str]] = {}
+        self.parts: dict[str, list[str]] = {}
         self.causes: dict[str, Causes] = {}
         self.rounding = RoundingGroups()
         self.lent: pd.DataFrame | None = None
@@ -156,7 +157,7 @@ class Made:
                 return evidence, {}
 
             def _measured_without_parts_of_gradients(self, evidence: Any) -> Any:
-                return evidence, {}
+                return evidence, made.parts
 
             def _name(self, evidence: Any) -> Naming:
                 return made.naming

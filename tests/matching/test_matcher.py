@@ -13,10 +13,19 @@ from kit.ports import Port, record_taps
 from torch import Tensor
 
 from graftlab.errors import GraftError, LayoutError
+from graftlab.layouts import Layout, Scale, parse_layout
 from graftlab.matching import matcher, rounds
 from graftlab.matching.contradictions import first_taps, odd_layouts, other_roles
 from graftlab.matching.matcher import match_taps
-from graftlab.matching.mistakes import _differing_rows, _other_layers
+from graftlab.matching.mistakes import (
+    _changed_values,
+    _differing_rows,
+    _order_of_dims,
+    _other_layers,
+    _rest,
+    _without_partner,
+    rounded_to,
+)
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -879,6 +888,17 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     assert _differing_rows(pair, one, other) == ""
     near = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [2.0], [3.0]]))
     assert _differing_rows(pair, one, near) == " in 2 of 4 elements: 2 rows, 2 to 3"
+    single = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [1.0], [3.0]]))
+    assert _differing_rows(pair, one, single) == " in 1 of 4 elements: row 3"
+    all_of_it = RecordedTap.of("b", torch.tensor([[2.0], [3.0], [4.0], [5.0]]))
+    assert _differing_rows(pair, one, all_of_it) == " everywhere, by a relative L2 of 0.5"
+    constant = RecordedTap.of("b", torch.full((4, 1), 7.0))
+    assert _differing_rows(pair, one, constant) == ": all its values are 7, as if it had not been loaded"
+    # A layout that does not fit, and values that were not kept.
+    turned = Pair("a", "b", parse_layout("a b c -> c b a"), sureness="rule", rel=0.5)
+    assert _differing_rows(turned, one, near) == ""
+    near.value = None
+    assert _differing_rows(pair, one, near) == ""
 
 
 def test_a_guess_is_the_name_most_alike_of_the_same_shape_and_nearest_in_order() -> None:
@@ -905,3 +925,99 @@ def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() ->
     assert said[0].text == (
         "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
     )
+
+
+def test_the_reason_of_each_tap_without_a_partner_is_given() -> None:
+    def reasons(target: dict[str, Tensor], **baseline: Tensor) -> tuple[dict[str, str], dict[str, str]]:
+        same = {f"h.{n}": values(8, 6, seed=n) for n in range(3)}
+        sides = ({**same, **baseline}, {name.replace("h", "b"): each for name, each in same.items()} | target)
+        taps = ([tap(name, each, n) for n, (name, each) in enumerate(side.items())] for side in sides)
+        found = match_taps(*taps, guesses=False)
+        return found.unmatched_baseline, found.unmatched_target
+
+    odd, other = values(8, 6, seed=9), values(8, 6, seed=10)
+    assert reasons({"b.3": odd}) == ({}, {"b.3": "by the rule of 3 layers it would be h.3, which does not exist"})
+    assert reasons({"b.3": odd, "x": other}, **{"h.3": other}) == (
+        {},
+        {"b.3": "by the rule of 3 layers it would be h.3, which is paired with x"},
+    )
+    lost = {"lost": torch.full((8, 6), torch.nan), "ones": torch.ones(7), "small": values(5, seed=8), "other": other}
+    assert reasons({"twin": values(8, 6, seed=0), "odd": odd}, **lost) == (
+        {
+            "lost": "it has no finite value",
+            "ones": "all its values are equal, so they cannot identify a partner",
+            "small": "no target tap has 5 elements or contains it",
+            "other": "no target tap has its values",
+        },
+        {"odd": "no baseline tap has its values"},
+    )
+
+
+def test_changed_values_of_a_weight_are_described() -> None:
+    x = values(6, 5, seed=1)
+
+    def said(other: Tensor, *steps: Scale, sureness: Any = "near", rel: float = 0.0) -> list[str]:
+        items = {"a": tap("a", x, 0)}, {"b": tap("b", other, 0)}
+        return _changed_values(Pair("a", "b", Layout(steps), sureness=sureness, rel=rel), *items)
+
+    for scale, words in (
+        (Scale(2.0), "times 2"),
+        (Scale(1.0, 0.5), "plus 0.5"),
+        (Scale(0.5, -1.0), "times 0.5 minus 1"),
+    ):
+        assert said(x, scale) == [f"b is a {words}"]
+    assert said(x.bfloat16().float(), rel=2e-3) == ["b is a rounded to bfloat16"]
+    assert said(x.half().float(), rel=2e-4) == ["b is a rounded to float16"]
+    assert said(x * 1.01, rel=0.01) == ["b is a up to a relative L2 of 0.01 everywhere, by a relative L2 of 0.01"]
+    # One rounding of the coarser dtype is no change.
+    assert said(x.bfloat16(), rel=2e-3) == said(x, rel=1e-8) == []
+    spoiled = x.clone()
+    spoiled[2] = 5.0
+    assert said(spoiled, sureness="rule", rel=0.9) == ["b differs from a in 5 of 30 elements: row 2"]
+    assert said(x, sureness="rule", rel=0.0) == said(spoiled, sureness="exact", rel=0.9) == []
+
+
+def test_only_wider_values_of_a_whole_weight_may_have_been_rounded() -> None:
+    x = values(6, 5, seed=1)
+    one, other = tap("a", x, 0), tap("b", x.bfloat16().float(), 0)
+    pair = Pair("a", "b", sureness="near", rel=2e-3)
+    assert rounded_to(one, other, pair) == "bfloat16"
+    assert rounded_to(one, tap("b", x.bfloat16(), 0), pair) is None
+    assert rounded_to(tap("a", x.bfloat16(), 0), other, pair) is None
+    assert rounded_to(one, tap("b", x.long(), 0), pair) is None
+    for changed in ({"sureness": "exact"}, {"whole": "target"}, {"layout": parse_layout("a b c -> c b a")}):
+        assert rounded_to(one, other, Pair(**{**vars(pair), **changed})) is None
+
+
+def test_what_parts_leave_of_a_whole_is_described() -> None:
+    items = {"w": tap("w", values(4, 6, seed=0), 0)}
+
+    def rest(*texts: str) -> str:
+        return _rest("w", [Pair("w", "x", parse_layout(text)) for text in texts], items)
+
+    first, second = (f"part(dim=0, index={n}, of=[2, 2])" for n in range(2))
+    assert rest(first, second) == ""
+    assert rest(first) == "2 of 4 rows, 2 to 3,"
+    assert rest("part(dim=0, index=0, of=[3, 1])") == "row 3"
+    assert rest("part(dim=1, index=0, of=[4, 2])") == "8 of 24 elements"
+
+
+def test_a_parameter_without_a_partner_may_not_have_been_loaded() -> None:
+    baseline = {"a": tap("a", values(4, 6, seed=0), 0)}
+    assert _without_partner("x", tap("x", torch.zeros(4, 6), 0), baseline) == (
+        "x has no partner: all its values are 0, as if it had not been loaded"
+    )
+    assert _without_partner("x", tap("x", values(5, seed=0), 0), baseline) == (
+        "x has no partner: no parameter of the baseline has its size or holds its values"
+    )
+    assert _without_partner("x", tap("x", values(4, 6, seed=3), 0), baseline) == (
+        "x has no partner: no parameter of the baseline holds its values"
+    )
+
+
+def test_the_order_of_dims_is_that_of_a_permutation_alone() -> None:
+    orders = [
+        _order_of_dims(parse_layout(text), 3) for text in ("same", "a b c -> c a b", "a b c -> a (b c)", "a b -> b a")
+    ]
+    assert orders == [(0, 1, 2), (2, 0, 1), None, None]
+    assert _order_of_dims(parse_layout("a b c -> c b a | part(dim=0, index=0, of=[1, 1])"), 3) is None

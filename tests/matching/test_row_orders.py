@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
 from graftlab.layouts import Gather, Layout, Rearrange, Scale
 from graftlab.layouts.row_alignment import FoundRows
-from graftlab.matching.aligned_taps import AlignedTaps, _merged
+from graftlab.matching.aligned_taps import AlignedTaps, _merged, _row_dims
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -569,3 +570,26 @@ def test_complex_taps_show_no_rows() -> None:
     [ruled], notice = with_row_rules([pair], [order], *sides, {"baseline": None, "target": None})
     assert notice == "in every batch the rows are found again by ids and ids"
     assert ruled.layout.text == "rows(of='ids', into='ids')"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "places"),
+    [
+        ((2, 3, 8), (2, 3), (0, 1)),
+        ((8, 2, 3), (2, 3), (1, 2)),
+        ((6, 8), (2, 3), (0,)),
+        ((8, 6), (2, 3), (1,)),
+        # Tokens before the batch.
+        ((3, 2, 8), (2, 3), (1, 0)),
+        ((8, 3, 4, 2), (2, 3), (3, 1)),
+        # Two dimensions of one size are two.
+        ((2, 2, 4), (2, 2), (0, 1)),
+        ((2, 4), (2, 2), (1,)),
+        ((5, 3), (3,), (1,)),
+        ((4, 5), (2, 3), None),
+        ((2, 8), (2, 3), None),
+        ((3, 8), (2, 3), None),
+    ],
+)
+def test_rows_lie_along_dimensions_of_their_sizes(shape: Any, dims: Any, places: Any) -> None:
+    assert _row_dims(shape, dims) == places

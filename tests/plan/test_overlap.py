@@ -29,6 +29,14 @@ def test_plan_without_overlap_is_accepted(b2t: str | None, t2b: str | None) -> N
     refuse_overlap(GraftPlan(b2t="layer < 4", t2b="True"), [])
 
 
+def test_as_many_taps_as_are_named_are_all_of_them() -> None:
+    with pytest.raises(GraftOverlapError, match=r"h layer=0, .*, h layer=4; a tap"):
+        refuse_overlap(GraftPlan(b2t="True", t2b="True"), TAPS[:5])
+
+
 def test_two_filters_that_match_every_tap_are_refused_before_one_was_seen() -> None:
     with pytest.raises(GraftOverlapError, match="match every tap; a tap is grafted one way"):
         refuse_overlap(GraftPlan(b2t="True", t2b="1 < 2"), [])
+    # A filter that matches a tap without tags may match no other.
+    refuse_overlap(GraftPlan(b2t="layer is None", t2b="True"), [])
+    refuse_overlap(GraftPlan(b2t="True", t2b="layer is None"), [])

@@ -223,12 +223,49 @@ def test_a_name_is_rewritten_once_by_the_first_rule_of_its_side_that_matches() -
     assert GraftPlan().edit(rename={"target": {"a": "b"}}).rewrite("target", "a.a") == "b.b"
 
 
+def test_only_names_that_nothing_rewrites_are_known_on_the_other_side() -> None:
+    plan = GraftPlan(rename={"target": {r"^model\.": ""}})
+    (mine,) = plan.pairings("baseline", "x", {})
+    (theirs,) = plan.pairings("target", "model.x", {})
+    assert (mine.name, mine.baseline_name, mine.target_name) == ("x", "x", None)
+    assert (theirs.name, theirs.baseline_name, theirs.target_name) == ("x", "x", "model.x")
+    (mine,) = GraftPlan().pairings("baseline", "x", {})
+    assert mine.target_name == "x"
+
+
+def test_the_tags_of_a_pair_replace_the_taps_own_in_filters() -> None:
+    plan = GraftPlan(pairs=[("q[l=1]", "x[i=2]"), ("a", "b")])
+    place = {"side": "target", "rank": 0, "step": 4}
+    (tags,) = plan.paired_tags({"name": "x", "i": 2, "p": 5, **place})
+    assert tags == {"name": "q", "baseline_name": "q", "target_name": "x", "l": 1, "p": 5, **place}
+    (tags,) = plan.paired_tags({"name": "b", "i": 2, **place})
+    assert tags == {"name": "a", "baseline_name": "a", "target_name": "b", "i": 2, **place}
+
+
+@pytest.mark.parametrize("whole", ["baseline", "target"])
+def test_a_plan_knows_on_which_side_taps_show_the_rows_of_its_layouts(whole: Any) -> None:
+    pair = {"baseline": "x", "target": "y", "layout": "rows(of='ids', into='packed')", "whole": whole}
+    other = "target" if whole == "baseline" else "baseline"
+    assert GraftPlan(pairs=[pair, ("a", "b")]).row_taps == {whole: {"ids"}, other: {"packed"}}
+
+
+def test_a_plan_knows_taps_that_no_filter_can_match_by_their_own_names_alone() -> None:
+    plan = GraftPlan(compare="name == 'h.0'")
+    assert plan.matches_any
+    assert plan.may_match("h")
+    assert not plan.may_match("l")
+    assert plan.edit(rename={"target": {"^l": "h"}}).may_match("l")
+    assert plan.edit(pairs=[("h.0", "l.0")]).may_match("l")
+
+
 UNUSABLE_RENAMES: dict[str, Any] = {
     "no regex": {"target": {"(": "x"}},
     "a group that is not there": {"target": {"a": r"\1"}},
     "a group too many": {"target": {"(a)": r"\2"}},
     "a name that is not there": {"target": {"(?P<n>a)": r"\g<m>"}},
     "half an escape": {"target": {"a": "\\"}},
+    "more repeats than can be counted": {"target": {"a{99999999999999999999}": "b"}},
+    "more parts than fit in memory": {"target": {"a" * 20_000: "b"}},
     "no such side": {"left": {"a": "b"}},
     "no replacement": {"target": {"a": None}},
     "a function": {"target": {"a": lambda match: "b"}},
@@ -338,7 +375,16 @@ def test_a_plan_of_many_parts_is_shown_in_less_than_a_screen() -> None:
     assert "… 198 more)" in repr(plan)
     rich = plan._repr_mimebundle_()["text/html"]
     assert rich.count("<tr>") <= 24
-    assert "and 195 pairs more: <code>session.plan.pairs</code>" in rich
+    for count, word in ((195, "pairs"), (25, "transforms"), (25, "renames")):
+        name = word.replace("renames", "rename")
+        assert f"and {count} {word} more: <code>session.plan.{name}</code>" in rich
+
+
+def test_a_notebook_shows_filters_as_they_are_typed_and_what_matches_nothing() -> None:
+    rich = GraftPlan(b2t="layer < 4 and name == 'a&b'", t2b="  ")._repr_mimebundle_()["text/html"]
+    assert "<code>layer &lt; 4 and name == &#x27;a&amp;b&#x27;</code>" in rich
+    assert rich.count("nothing") == 2
+    assert "elsewhere" not in rich
 
 
 def test_the_repr_of_a_small_plan_makes_an_equal_one() -> None:

@@ -148,3 +148,8 @@ def test_a_change_names_each_part_with_both_values() -> None:
         "b2t: layer == 3 -> nothing; transform: default -> math.sin where True; "
         "rename: none -> 1 rule (target ^m -> ); pairs: none -> 1 pair (a = b)"
     )
+    blank = before.edit(b2t="  ")
+    assert PlanChange(after, blank.edit(transform=after.transform, rename=after.rename, pairs=after.pairs)).parts == ()
+    assert PlanChange(blank, blank.edit(b2t=" layer < 3\n")).text == "b2t: nothing -> layer < 3"
+    rich = PlanChange(blank, before.edit(b2t="layer < 3"))._repr_mimebundle_()["text/html"]
+    assert rich == "<b>plan 1</b>: b2t: nothing -&gt; layer &lt; 3"

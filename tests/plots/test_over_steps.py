@@ -123,3 +123,10 @@ def test_blank_cells_at_the_edge_stay_blank_when_neighbours_share_a_cell() -> No
     drawn = np.ma.filled(cells(gl.plots.over_steps(shown)), np.nan)
     assert np.isfinite(drawn[0]).all()
     assert not np.isfinite(drawn[1, -2:]).any() or drawn[1, -1] != drawn[0, -1]
+
+
+def test_tags_whose_values_are_lists_are_named_where_they_vary() -> None:
+    rows = frame(np.array([[1e-7, 1e-3], [1e-7, 1e-2]])).assign(name="t", occurrence=0)
+    rows["tags"] = [{"name": "t", "at": [n % 2, 0]} for n in range(4)]
+    rows["at"] = [[n % 2, 0] for n in range(4)]
+    assert "(largest over at)" in title(gl.plots.history(rows, "t"))

@@ -382,3 +382,12 @@ def test_a_request_that_cannot_be_pickled_does_not_spoil_the_crash(tmp_path: Pat
     )
     assert done.returncode == 1
     assert rids(tmp_path.glob("crash/*.pkl")) == [("a", True), ("b", False)]
+
+
+def test_requests_that_were_kept_only_for_a_crash_are_gone_once_it_is_closed(tmp_path: Path) -> None:
+    dumper = RequestDumper(None, crash_folder=tmp_path, crash_window=100.0)
+    now = time.time()
+    assert dumper.add({"rid": "0"}, None, now, now)
+    assert dumper.flush()
+    assert dumper.close()
+    assert list(tmp_path.iterdir()) == []

@@ -618,3 +618,12 @@ def test_an_interrupted_close_is_finished_by_the_next(tmp_path: Path, monkeypatc
     made.close()
     assert (tmp_path / ROWS_FILE).read_bytes().count(b"\n") == 1
     assert orders(gl.load_run(tmp_path)) == list(range(50))
+
+
+def test_a_log_that_was_closed_meanwhile_is_not_replaced_and_leaves_no_other_file(tmp_path: Path) -> None:
+    log = RowLog(tmp_path)
+    log.append([b"{}"])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    log.close()
+    assert not log.drop(0, 0)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -12,15 +12,18 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import (
+    _first_error,
     _taps,
     added_frame,
     coarser_dtype,
     is_spread,
+    labelled,
     named_groups,
     one_sided_filter,
     records,
     unseen_of,
 )
+from graftlab.verdict.causes import Causes
 from graftlab.verdict.floor import Floor, pool
 
 EPS = 2.0**-24
@@ -129,6 +132,21 @@ def test_the_coarser_dtype_is_that_of_either_side() -> None:
 def test_a_group_without_a_floor_takes_the_largest() -> None:
     frame = added_frame(frame_of(row("new", 1e-4)), {"a": Floor(1e-6, 3e-6), "b": Floor(1e-4, 3e-4)})
     assert frame["ratio"].item() == pytest.approx(1.0)
+    in_one = added_frame(frame_of(row("new", 1e-4, max_abs=0.01)), {"a": Floor(1e-6, 0.01), "b": Floor(1e-4, 3e-4)})
+    assert in_one["ratio"].item() == pytest.approx(1.0)
+
+
+def test_a_least_floor_of_values_does_not_excuse_gradients_of_that_name() -> None:
+    rows = frame_of(row("q", 1e-3), row("q", 1e-3, order=2, tags={"kind": "grad"}))
+    frame = added_frame(rows, {}, allowed={"q": Floor(1e-2, 1e-2)})
+    assert named_groups(frame, 5) == ["q@grad"]
+
+
+def test_a_baseline_of_zeros_has_the_floor_of_one_rounding() -> None:
+    zeros = {"std_baseline": 0.0, "min_baseline": 0.0, "max_baseline": 0.0}
+    frame = added_frame(frame_of(row("z", **zeros), row("y", math.inf, max_abs=1.0, **zeros)), {})
+    assert frame["ratio"].tolist() == [0.0, math.inf]
+    assert frame["floor"].tolist() == [EPS, EPS]
 
 
 def test_a_pair_with_one_non_finite_side_is_above_every_floor() -> None:
@@ -173,12 +191,45 @@ def test_the_error_without_grafts_is_beside_the_added_error() -> None:
         ),
         (row("q", 0.0, rows_unmatched=2), "1 tap (q) has rows without a partner on the other side"),
         (row("q", 0.0, note="the senders are not replicas (...)"), "1 tap (q) was compared with one of several ranks"),
+        (
+            row("q", None, status="missing", tags={"kind": "grad"}),
+            "1 tap (q) has a gradient on the target only. If the baseline has the tap but computes no gradient for",
+        ),
+        (
+            row("q", 0.0, note="rank 1 did not send"),
+            "1 tap (q) arrived from only some of the sending ranks: rank 1 did",
+        ),
+        (row("q", 0.0, note="rank 1 takes no part"), "1 tap (q) arrived from only some of the sending ranks: rank 1"),
     ],
 )
 def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:
     (line,) = unseen_of(frame_of(row("fine"), bad))
     assert said in line
-    assert unseen_of(frame_of(row("fine"))) == []
+    assert unseen_of(frame_of(row("fine"))) == unseen_of(frame_of()) == []
+
+
+def test_of_several_reasons_for_taps_that_were_not_measured_the_first_is_given() -> None:
+    notes = [row("p", 0.0, note="rank 1 ended"), row("q", 0.0, order=2, note="rank 2 ended")]
+    assert unseen_of(frame_of(*notes)) == ["2 taps (p, q) arrived from only some of the sending ranks: rank 1 ended."]
+    errors = ["  ", None, "the target ended its step without this tap", "first:\n  more", "second"]
+    rows = frame_of(*(row("q", None, status="failed", order=n, error=each) for n, each in enumerate(errors)))
+    assert _first_error(rows) == ": first:"
+    assert _first_error(rows[:3]) == ""
+
+
+def test_named_groups_have_their_labels_and_what_follows_them_is_inherited() -> None:
+    names = {"before": (1.0, 9.0), "a": (9.0, 9.0), "b": (9.0, 9.0), "c@grad": (9.0, 9.0), "after": (1.0, 9.0)}
+    names |= {"clean": (1.0, 1.0), "d": (9.0, 9.0)}
+    frame = pd.DataFrame(
+        [{"group": g, "ratio": r, "error_ratio": e, "label": "clean", "alone": math.nan} for g, (r, e) in names.items()]
+    )
+    causes = {"y": Causes({"a": "culprit", "b": "minor"}, {"a": 40.0})}
+    found = labelled(frame, ["a", "b", "d"], ["c@grad"], causes, 5.0, even=["d"]).set_index("group")
+    assert found["label"].to_dict() == {
+        **{"before": "clean", "a": "culprit", "b": "minor", "c@grad": "inherited", "after": "inherited"},
+        **{"clean": "clean", "d": "clean"},
+    }
+    assert found["alone"].dropna().to_dict() == {"a": 40.0}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +296,11 @@ def test_one_sided_taps_have_their_own_filter() -> None:
     assert [name for name in ("layers.0.a", "layers.0.b", "layers.7.b", "c", "d") if matches({"name": name})] == [
         *("layers.0.b", "layers.7.b", "c")
     ]
+    # A value and its gradient of one name are two groups.
+    both = frame_of(row("c", **one_sided), row("c", order=2, tags={"kind": "grad"}, **one_sided))
+    matches = compile_filter(one_sided_filter(both)).matches
+    assert matches({"name": "c", "kind": "grad"})
+    assert matches({"name": "c"})
     # One of the group was measured, so the sides do have it.
     assert one_sided_filter(frame_of(row("layers.0.b"), row("layers.1.b", **one_sided))) is None
 

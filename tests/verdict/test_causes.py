@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import pandas as pd
 import pytest
 import torch
 
-from graftlab.verdict.causes import MOST_SWAPS, Causes, OutputFloor, distance, effects_in_words, find_causes
+from graftlab.base.tap_groups import group_of
+from graftlab.verdict.causes import (
+    MOST_SWAPS,
+    Causes,
+    OutputFloor,
+    _unlike,
+    consequences,
+    distance,
+    effects_in_words,
+    find_causes,
+)
 from graftlab.verdict.floor import Floor
 
 T = OutputFloor(1e-7, 6e-8, 5.0)
@@ -46,6 +57,43 @@ def test_a_culprit_beside_cancelling_groups_is_distinguished(others: str) -> Non
     # Unlike for any of them alone, only all together cancel.
     found = find_causes([*others, "x"], additive(**strength, x=5e3), T)
     assert found.labels == {**dict.fromkeys(others, "cancels"), "x": "culprit"}
+
+
+def test_a_group_that_already_cancels_another_is_in_no_further_set() -> None:
+    found = find_causes(["a", "b", "c", "x"], additive(a=100.0, b=-100.0, c=100.0, x=5e3), T)
+    assert found.cancelling == (frozenset("ab"),)
+    assert found.labels == {"a": "cancels", "b": "cancels", "c": "culprit", "x": "culprit"}
+
+
+def test_sets_with_equal_effects_are_the_most_likely_to_cancel() -> None:
+    assert _unlike([10.0, 10.0]) == 0.0
+    assert _unlike([10.0, 9.0, 9.0]) == pytest.approx(math.log(19 / 11))
+    assert _unlike([21.0, 10.0]) == pytest.approx(math.log(22 / 11))
+    assert _unlike([math.inf, 1.0]) == math.inf
+
+
+def test_gradients_follow_from_wrong_values_only_if_all_of_their_taps_do() -> None:
+    def followed(*wrong: str) -> list[str]:
+        lines = [("l.0.up", None), ("l.1.up", None), ("l.1.up", "grad"), ("l.0.up", "grad")]
+        lines += [("l.1.up.weight", "param_grad"), ("l.0.up.weight", "param_grad")]
+        frame = pd.DataFrame(
+            {"name": name, "tags": {"kind": kind} if kind else {}, "ratio": 9.0 if kind or name in wrong else 1.0}
+            for name, kind in lines
+        )
+        frame["group"] = [group_of(name, tags) for name, tags in zip(frame["name"], frame["tags"], strict=True)]
+        return consequences(frame, list(dict.fromkeys(frame["group"])), 5.0)
+
+    assert followed() == followed("l.0.up") == []
+    assert followed("l.0.up", "l.1.up") == ["l.*.up.weight@param_grad"]
+
+
+def test_the_gradient_of_a_tap_follows_from_what_is_computed_of_it() -> None:
+    lines = [("h", None, 1.0), ("down", None, 9.0), ("down", "grad", 1.0), ("h", "grad", 9.0)]
+    frame = pd.DataFrame({"name": n, "tags": {"kind": k} if k else {}, "ratio": r} for n, k, r in lines)
+    frame["group"] = [group_of(name, tags) for name, tags in zip(frame["name"], frame["tags"], strict=True)]
+    assert consequences(frame, ["down", "h@grad"], 5.0) == ["h@grad"]
+    # A value that is wrong before it explains nothing.
+    assert consequences(frame.iloc[[1, 0, 2, 3]], ["down", "h@grad"], 5.0) == []
 
 
 def test_groups_that_move_it_only_together_are_blamed() -> None:
@@ -196,6 +244,17 @@ def test_one_wrong_number_of_many_shows_in_the_largest_difference() -> None:
         (
             Causes({"y": "culprit"}, total=50.0, together=frozenset("ba")),
             ["a and b move the output together; neither of them does alone."],
+        ),
+        (
+            Causes({"y": "culprit"}, total=50.0, together=frozenset("abcdef"), untested=tuple("abcdefgh")),
+            [
+                "a, b, c and 3 more move the output together; none of them does alone.",
+                "Not swapped alone, to limit the number of runs: a, b, c, d, e, f, g, h.",
+            ],
+        ),
+        (
+            Causes({"y": "culprit"}, total=50.0, untested=tuple("abcdefghi")),
+            ["Not swapped alone, to limit the number of runs: a, b, c and 6 more."],
         ),
         (
             Causes({"y": "culprit"}, total=50.0, together=frozenset("abc"), untested=("d", "e"), cut_short=True),

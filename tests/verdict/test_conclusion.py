@@ -243,3 +243,16 @@ def test_a_tap_that_was_never_measured_has_no_history() -> None:
     history = history_of(to_frame(lost), FLOOR)
     assert [key[1].name for key in history.worst] == ["y"]
     assert [key[1].name for key in history.since] == ["y"]
+
+
+def test_a_line_has_the_largest_difference_of_the_run_even_where_its_newest_is_smaller() -> None:
+    frame = to_frame([row("h", step=0, rel_l2=0.5), row("h", step=1, rel_l2=1e-7)])
+    assert [line.worst for line in tap_summaries(newest_rows(frame), history_of(frame, FLOOR))] == [0.5]
+    assert [line.worst for line in tap_summaries([row("h", rel_l2=0.7)], history_of(frame, FLOOR))] == [0.7]
+
+
+def test_a_row_of_no_numbers_has_no_difference() -> None:
+    (line,) = tap_summaries([row("empty", rel_l2=None)])
+    assert line.worst is None
+    (line,) = tap_summaries([row("empty", rel_l2=None), row("empty", rank=1, rel_l2=0.5)])
+    assert (line.row.rank, line.worst) == (1, 0.5)

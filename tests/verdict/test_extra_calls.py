@@ -107,3 +107,10 @@ def test_a_value_of_one_side_in_the_same_module_is_mentioned_too() -> None:
     assert before(rows, "attn.o") == (
         "Before g the target alone has attn.q_norm and the baseline alone has attn.scale, which were not compared."
     )
+
+
+def test_a_value_of_the_target_alone_counts_in_the_targets_own_order() -> None:
+    far = [("grafted", "target", "a", 1), ("unmatched", "target", "b", 2), ("grafted", "target", "c", 3)]
+    given = in_order(*far, ("grafted", "target", "g", 4))
+    assert before(given, "g") == ""
+    assert before(given, "c") == "Before g the target alone has b, which was not compared."

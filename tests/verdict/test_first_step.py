@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -50,7 +51,7 @@ def test_an_update_is_found_where_values_and_gradients_of_its_step_agree() -> No
 def test_a_setting_that_differs_is_named_as_the_updates_reason() -> None:
     first = found({0: {3: 0.5, 4: 0.01}})
     assert first is not None
-    assert first.sentence.endswith("the update itself differs (its setting optimizer.lr differs).")
+    assert first.sentence.endswith("first w (by 0.01): the update itself differs (its setting optimizer.lr differs).")
     # By itself it is no difference yet.
     later = found({0: {3: 0.5}, 1: {3: 0.5, 4: 0.01}})
     assert later is not None
@@ -123,3 +124,24 @@ def test_a_step_with_settings_alone_says_nothing_of_the_next() -> None:
     first = first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0)
     assert first is not None
     assert (first.step, first.is_update) == (1, True)
+
+
+def test_the_optimizers_state_after_an_update_is_a_result_of_it_and_no_setting() -> None:
+    state = ("optimizer.momentum", {"kind": "optimizer", "updated": True})
+    first = found({0: {3: 0.1}}, (WEIGHT, VALUE, GRADIENT, state))
+    assert first is not None
+    assert first.is_update
+    assert "do not, first optimizer.momentum (by 0.1): the update itself differs." in first.sentence
+
+
+def test_only_weights_before_their_update_show_that_a_first_step_began_with_equal_ones() -> None:
+    first = found({0: {1: 0.5}}, (WEIGHT, VALUE, UPDATED))
+    assert first is not None
+    assert "the weights agree, and the first tap that differs is y (by 0.5)." in first.sentence
+    assert found({0: {0: 0.5}}, (VALUE, UPDATED)) is None
+
+
+def test_a_value_that_is_not_finite_on_one_side_is_said_to_be_so() -> None:
+    first = found({0: {}, 1: {1: math.nan}})
+    assert first is not None
+    assert first.sentence.endswith("differ from step 1 on, first at y (not finite on one side).")

@@ -86,3 +86,8 @@ def test_tokens_that_only_the_targets_own_run_has_are_said_to_be_held() -> None:
 def test_an_unmeasured_run_is_not_a_free_run() -> None:
     nothing = frame([LOGITS]).iloc[:0]
     assert (runs_freely(nothing, [], 5.0), held_choices(nothing, [])) == ([], [])
+
+
+def test_whole_numbers_that_come_first_are_the_choice_itself() -> None:
+    token: Tap = ("token", "int64", LATER, LATER)
+    assert runs_freely(frame([token, LOGITS]), ["token"], 5.0) == []

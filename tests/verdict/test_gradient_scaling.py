@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import STATISTICS, Row, statistics_of
 from graftlab.verdict.added import added_frame, named_groups
-from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling, left_over
+from graftlab.verdict.gradient_scaling import GradientScaling, _is_scaled, _times, gradient_scaling, left_over
 
 NAMED = ["out@grad", "up.weight@param_grad"]
 BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -81,6 +83,34 @@ def test_the_factor_of_the_numbers_of_ranks_cancels_out(
 )
 def test_any_other_difference_stays_named(grad: list[float], weights: list[float], sizes: tuple[int, int]) -> None:
     assert evens_out(grad, weights, *sizes).groups == ()
+
+
+def test_the_factor_of_the_ranks_holds_whatever_is_inherited_and_beside_other_errors() -> None:
+    assert list(evens_out([2.0, 2.0], [0.5, 0.5], 1, 2, (1.5, 1.5)).groups) == NAMED
+    grafted = rows_of([2.0, 2.0], [0.5, 0.5])
+    other = rows_of([3.0, 3.0], [0.5, 0.5]).replace({"name": {"out": "other"}}).query("name == 'other'")
+    grafted = pd.concat([grafted, other], ignore_index=True)
+    frame = added_frame(grafted, {}, compared=grafted, constant=1e-5)
+    evened = gradient_scaling(frame, grafted, named_groups(frame, 5.0), 1, 2, 5.0)
+    assert list(evened.groups) == NAMED
+    assert "Ranks that share a batch and average" in evened.text
+
+
+def test_weights_gradients_must_have_the_factor_in_each_step() -> None:
+    steps = [rows_of([2.0, 2.0], [factor, factor]).assign(step=step) for step, factor in enumerate((0.5, 1.0))]
+    grafted = pd.concat(steps, ignore_index=True)
+    frame = added_frame(grafted, {}, compared=grafted, constant=1e-5)
+    assert gradient_scaling(frame, grafted, named_groups(frame, 5.0), 1, 2, 5.0).groups == ()
+
+
+def test_a_gradient_of_zeros_has_any_factor_and_shows_none() -> None:
+    zeros = dict.fromkeys(("mean_baseline", "std_baseline", "mean_target", "std_target"), 0.0)
+    row = {"nonfinite_differ": 0, "rel_l2": 0.0, "cosine": None, **zeros}
+    assert _is_scaled(row, 2.0)
+    assert math.isnan(_times(row))
+    row |= {"rel_l2": math.inf, "std_target": 1.0}
+    assert not _is_scaled(row, 2.0)
+    assert math.isnan(_times(row))
 
 
 def test_a_scaled_loss_cancels_out_if_the_weights_gradients_agree() -> None:

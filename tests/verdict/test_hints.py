@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graftlab.verdict import hints
 from graftlab.verdict.hints import hint_of
 
 X = torch.randn(2, 12, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -112,7 +113,9 @@ def test_an_unexplained_difference_has_no_hint(seed: int) -> None:
     assert hint_of(X, X + 0.1 * other) is None
 
 
-@pytest.mark.parametrize("pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X[:0], X[:0])])
+@pytest.mark.parametrize(
+    "pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X, X.long()), (X.long(), X), (X[:0], X[:0])]
+)
 def test_equal_or_unsuitable_tensors_have_no_hint(pair: tuple[Tensor, Tensor]) -> None:
     assert hint_of(*pair) is None
 
@@ -134,3 +137,23 @@ def test_few_rows_in_low_precision_may_be_a_routers_choice() -> None:
     z = x.float() * (1 + 1e-6 * noise(x))
     z[[5, 17, 40]] = z[[6, 18, 41]]
     assert "router" not in str(hint_of(x.float(), z))
+
+
+def test_a_vector_that_is_added_to_few_rows_may_be_anything() -> None:
+    x, vector = torch.randn(3, 64, generator=torch.Generator().manual_seed(4)), torch.linspace(-2, 3, 64).sin()
+    assert "one vector" not in str(hint_of(x, x + vector))
+    assert "one vector over the last dim is added everywhere" in str(
+        hint_of(x.repeat(2, 1) + 1, x.repeat(2, 1) + 1 + vector)
+    )
+
+
+def test_of_a_long_permutation_the_beginning_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(5))
+    order = [3, 1, 4, 0, 5, 8, 2, 6, 7]
+    assert "dim 0 is permuted (the target has the baseline's 3, 1, 4, 0, 5, 8, 2, 6, ...)" in str(hint_of(x, x[order]))
+    # Each row is compared with all others.
+    monkeypatch.setattr(hints, "_LONGEST_PERMUTED", 8)
+    assert "permuted" not in str(hint_of(x, x[order]))
+    assert "permuted (the target has the baseline's 3, 1, 4, 0, 5, 2, 6, 7)" in str(
+        hint_of(x[:8], x[[each for each in order if each < 8]])
+    )

@@ -10,7 +10,7 @@ import pytest
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame
-from graftlab.verdict.job_remarks import data_of_jobs, remarks_on_jobs
+from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_jobs
 from graftlab.verdict.wording import Findings, JobRemarks, text_of
 
 
@@ -100,3 +100,22 @@ def test_nothing_is_called_rounding_over_an_unmeasured_floor() -> None:
     named = text([row(1, "y", 3e-3)], remarks(WATCHED, moved=["y"]), "culprit")
     assert named.startswith("y is computed differently (added 0.003, 3e+02 x the assumed floor, float32).\n")
     assert "2 x the given floor" in text([row(1, "y", 2e-3)], remarks(WATCHED, given=1e-3), "culprit")
+
+
+def test_groups_that_add_more_in_other_steps_are_reported_with_the_last_of_these() -> None:
+    def said(*steps: int, known: str = "", constant: float | None = 1e-5) -> list[str]:
+        rows = [row(1, "y", 0.1)._replace(step=step, status="grafted") for step in steps]
+        rows += [
+            row(2, "fine", 1e-6)._replace(step=7, status="grafted"),
+            row(3, "gone", 0.1)._replace(status="missing"),
+        ]
+        return more_in_other_steps(to_frame(rows), {known}, JobRemarks(constant, "assumed "), 5.0)
+
+    assert said(3) == [
+        "Other steps show more: in step 3, where every tap was grafted too, y added more than 5 x the assumed floor. "
+        "verdict(step=3) judges the last of them."
+    ]
+    (text,) = said(5, 3, 4, 9, 10, 12, 14)
+    assert "in steps 3-5, 9-10, 12 and 1 more, where" in text
+    assert "verdict(step=14) judges" in text
+    assert said() == said(3, known="y") == said(3, constant=None) == []

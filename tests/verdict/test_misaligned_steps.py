@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from kit.in_process import a_row
@@ -11,7 +12,7 @@ from kit.in_process import a_row
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.misaligned_steps import find_misaligned_steps, may_be_misaligned
+from graftlab.verdict.misaligned_steps import _CallSequence, _equal, find_misaligned_steps, may_be_misaligned
 
 Value = Callable[[int], torch.Tensor]
 
@@ -35,9 +36,9 @@ def rows(taps: Sequence[tuple[str, Value, Value]], steps: int = 6, calls: int = 
                 known = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
                 dtype = str(x.dtype).removeprefix("torch.")
                 order = place * calls + occurrence
-                yield a_row(
-                    name=name, step=step, order=order, occurrence=occurrence, dtype=dtype, **{**known, **values}
-                )
+                tags = {"name": name, "step": step, "side": "target", "rank": 0}
+                place_in = {"name": name, "tags": tags, "step": step, "order": order, "occurrence": occurrence}
+                yield a_row(dtype=dtype, **{**place_in, **known, **values})
 
 
 def ahead(function: Value, by: int, scale: float = 1.0) -> Value:
@@ -116,3 +117,15 @@ def test_only_values_that_are_far_apart_are_worth_further_steps() -> None:
     assert not may_be_misaligned(to_frame(list(rows([("x", noise, ahead(noise, 0, 1.01))], 1))))
     weights = list(rows([("w", noise, ahead(noise, 2))], 1, tags={"name": "w", "kind": "param"}))
     assert not may_be_misaligned(to_frame(weights))
+
+
+@pytest.mark.parametrize(("steps", "calls"), [((0, 0, 1), None), ((0, 0, 0), None), ((0, 0, 1, 1), 2), ((0, 1, 2), 1)])
+def test_steps_have_a_number_of_calls_only_if_all_have_the_same(steps: tuple[int, ...], calls: int | None) -> None:
+    values = np.zeros((len(steps), 4))
+    assert _CallSequence("x", values, values, steps, 0.0).calls_in_a_step == calls
+
+
+def test_small_values_of_one_call_are_not_equal_beside_large_ones_of_another() -> None:
+    one = np.array([[1.0, 2.0], [1e6, 2e6]])
+    assert _equal(one, one * [[1.01], [1.0]], 1e-5) == [False, True]
+    assert _equal(one, one + np.array([[0.0, 0.0], [1e-3, 0.0]]), 1e-5) == [True, True]

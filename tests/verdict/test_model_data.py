@@ -10,8 +10,11 @@ from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.model_data import (
     computed_between_calls,
+    data_of_run,
     differing_data,
     input_names,
+    inputs_of_later_calls,
+    misplaced_weights,
     unequal_weights,
     weights_to_lend,
 )
@@ -198,3 +201,51 @@ def test_whole_numbers_that_a_model_returns_first_are_no_inputs() -> None:
     assert input_names(to_frame(rows)) == ["tokens"]
     rows = [row(1, "output_mask", "bool", 0.5), row(2, "output", "int64", 0.5), row(3, "output.scores", "float32")]
     assert input_names(to_frame(rows)) == ["output_mask"]
+
+
+def test_only_a_computed_value_makes_later_inputs_those_of_another_call() -> None:
+    rows = [
+        row(1, "w", "float32", kind="param"),
+        row(2, "a", "float32", kind="input"),
+        row(3, "b", "float32", kind="input"),
+        row(4, "lost", "float32", status="missing"),
+        row(5, "mask", "bool"),
+        row(6, "c", "float32", kind="input"),
+        row(7, "y", "float32"),
+        row(8, "d", "float32", kind="input"),
+    ]
+    assert inputs_of_later_calls(to_frame(rows)).tolist() == [False] * 7 + [True]
+
+
+def test_the_data_of_a_run_are_those_before_weights_were_grafted() -> None:
+    def step(number: int, status: str, *names: str) -> list[Row]:
+        rows = row(1, "w", "float32", kind="param"), row(2, "x", "float32", kind="input"), row(3, "y", "float32")
+        return [each._replace(step=number, status=status) for each in rows if each.name in names]
+
+    compared, grafted = step(4, "compared", "w", "x", "y"), step(6, "grafted", "w", "x", "y")
+    run = to_frame([*step(3, "compared", "w", "y"), *compared, *grafted, *step(7, "grafted", "w")])
+    found = data_of_run(run, to_frame(compared), to_frame(grafted))
+    assert found.grafted_from == 6
+    assert found.rows[["name", "status", "step"]].values.tolist() == [
+        ["w", "compared", 0],
+        ["x", "compared", 0],
+        ["y", "compared", 0],
+    ]
+    alone = data_of_run(to_frame([*compared, *step(6, "grafted", "x", "y")]), to_frame(compared), to_frame(grafted[1:]))
+    assert (alone.grafted_from, alone.rows["name"].tolist()) == (None, ["w", "x", "y"])
+    without = data_of_run(run, to_frame(compared)[:0], to_frame(grafted))
+    assert without.rows["status"].tolist() == ["compared", "grafted", "grafted"]
+
+
+def test_settings_with_each_others_values_are_no_misplaced_weights() -> None:
+    def of(name: str, kind: str, ours: float, theirs: float) -> Row:
+        values = {"mean_baseline": ours, "std_baseline": 1.0, "min_baseline": 0.0, "max_baseline": ours}
+        values |= {"mean_target": theirs, "std_target": 1.0, "min_target": 0.0, "max_target": theirs}
+        return row(1, name, "float32", 0.5, kind=kind)._replace(**values)
+
+    swapped = to_frame([of("a", "param", 1.0, 2.0), of("b", "param", 2.0, 1.0)])
+    assert misplaced_weights(swapped, 5.0) == [
+        "By their statistics, weights are in the wrong place: the target's a is the baseline's b and the target's b is "
+        "the baseline's a."
+    ]
+    assert misplaced_weights(to_frame([of("lr", "optimizer", 1.0, 2.0), of("eps", "optimizer", 2.0, 1.0)]), 5.0) == []

@@ -23,7 +23,7 @@ from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import RowStore, to_frame
 from graftlab.session import Session
-from graftlab.verdict.order import first_divergent, group, tag_columns
+from graftlab.verdict.order import distances_in, first_divergent, group, require, tag_columns
 
 
 def row(name: str = "h", /, *, order: int = 1, rank: int = 0, **more: Any) -> Row:
@@ -90,6 +90,25 @@ def test_a_frame_without_a_needed_column_is_refused_by_its_name() -> None:
     frame = to_frame([row("h", order=1)])
     with pytest.raises(ValueError, match="status"):
         group(frame.drop(columns="status"), "rel_l2")
+    with pytest.raises(ValueError, match=r"no column 'status' \(it has: none\)"):
+        require(pd.DataFrame(), "status")
+
+
+def test_without_a_noise_floor_only_pairs_with_one_finite_number_diverge() -> None:
+    rows = [row(name, rel_l2=rel_l2, nonfinite_differ=n) for name, rel_l2, n in (("a", 0.5, 0), ("b", 0.0, 1))]
+    taps = group(to_frame(rows), "rel_l2")
+    assert taps.suspects(None).tolist() == [False, True]
+    assert taps.suspects(1e-5).tolist() == [True, True]
+
+
+def test_a_cosine_is_drawn_as_a_distance_above_zero() -> None:
+    frame = pd.DataFrame({"cosine": [0.25, 1.0, None], "rel_l2": [0.5, 0.0, 1.0]})
+    assert distances_in(frame, "cosine").tolist()[:2] == [0.75, 2.0**-53]
+    assert distances_in(frame, "rel_l2").tolist() == [0.5, 0.0, 1.0]
+
+
+def test_a_tag_with_the_name_of_a_column_of_rows_has_a_column_of_its_own() -> None:
+    assert tag_columns(to_frame([row(own={"error": 3, "layer": 1})])) == ["recompute_status", "tag_error", "layer"]
 
 
 def test_whole_numbers_are_one_tag_whatever_their_type() -> None:

@@ -88,6 +88,7 @@ def test_a_module_that_agrees_from_equal_inputs_is_right() -> None:
     )
     assert found.are_right("attn.o")
     assert found.covers("attn.o")
+    assert not found.covers("attn")
     assert not found.not_compared
 
 
@@ -231,6 +232,11 @@ GIVEN = ErrorOrigin(
         ({"modules": {}}, "The input of attn.o", ""),
         ({"arguments": ("mask",), "function": "mix"}, "Input mask of o", ", in mix, called in attn"),
         ({"arguments": ("mask", "bias"), "function": None}, "Each of the inputs mask and bias of o", ", in attn"),
+        (
+            {"arguments": ("mask",), "function": "mix", "is_method": True},
+            "Input mask of o",
+            ", in attn.mix",
+        ),
     ],
 )
 def test_an_error_is_placed_between_what_is_right_and_the_module_that_is_given_it(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kit.in_process import a_row
+
 from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
+from graftlab.plan.plan import GraftPlan
+from graftlab.rows.store import to_frame
 from graftlab.verdict.outdated_pairs import (
     OutdatedPair,
     learned_from_other_code,
     no_longer_equal,
+    outdated_pairs,
     with_present_partners,
 )
 
@@ -67,3 +72,32 @@ def test_a_target_that_had_another_roles_values_was_fixed_under_any_new_name() -
     right = [replace(outdated[0], baseline="blocks.0.q")]
     (found,) = with_present_partners(right, [Pair("blocks.0.q", "blocks.0.q")], present)
     assert not found.is_mended
+
+
+def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> None:
+    pairs = [{"baseline": f"b{n}", "target": f"t{n}"} for n in range(4)]
+    plan = GraftPlan(pairs=[{**each, "matched_by": "near", "rel": 1e-7} for each in pairs])
+
+    def found(**changes: object) -> list[OutdatedPair]:
+        usual = {"matched_by": "near", "match_rel": 1e-7, "dtype": "float32", "rel_l2": 0.5}
+        rows = [
+            a_row(
+                name=f"b{n}",
+                tags={"name": f"b{n}"},
+                target_name=f"t{n}",
+                **({**usual, **changes} if n == 2 else {**usual, "rel_l2": 1e-6}),
+            )
+            for n in range(4)
+        ]
+        return outdated_pairs(to_frame(rows), plan, ["given"])
+
+    assert found() == [OutdatedPair("b2", "t2", "same", 1e-7, 0.5)]
+    assert found(rel_l2=1e-6) == found(matched_by="rule") == found(match_rel=None) == found(match_rel=0.1) == []
+    # A row whose dtype this torch does not have is held to the limit of float32.
+    assert found(dtype="float4_of_a_later_torch") == found()
+
+
+def test_a_target_that_still_has_the_values_of_another_role_was_not_fixed() -> None:
+    planned, present = [Pair("layers.0.k", "blocks.0.q")], [Pair("layers.0.v", "blocks.0.q")]
+    (found,) = with_present_partners([OLD], planned, present)
+    assert (found.present, found.is_mended) == ("has the values of layers.0.v", False)

@@ -168,3 +168,10 @@ def test_consistent_pairs_are_not_reported(pairs: list[dict[str, Any]]) -> None:
 
 def test_rows_without_pairs_give_no_sentence() -> None:
     assert contradicting_pairs(pd.DataFrame(to_frame([])), GraftPlan()) == []
+
+
+def test_pairs_that_only_names_made_contradict_nothing() -> None:
+    pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
+    plan = GraftPlan(pairs=rules_from(pairs))
+    assert contradicting_pairs(rows_of(pairs), plan)
+    assert contradicting_pairs(rows_of([{**pair, "matched_by": None} for pair in pairs]), plan) == []

@@ -65,3 +65,9 @@ def test_sides_that_share_no_name_are_advised_to_rename_or_to_match() -> None:
 def test_sides_that_share_a_name_or_have_no_taps_get_no_advice() -> None:
     for found in (run(["a", "b"], ["x", "b"]), run(["a"], []), run([], ["x"])):
         assert pairing_advice(found, of_jobs=False) is None
+
+
+def test_a_side_with_fewer_taps_needs_a_pair_for_most_of_its_own() -> None:
+    said = suggested_rename(run([f"model.{name}" for name in LAYERS], LAYERS[:4]))
+    assert said is not None
+    assert "pairs 4 names" in said

@@ -215,3 +215,31 @@ def test_a_sum_is_sought_among_the_taps_just_before_it_alone() -> None:
             for rank in range(2)
         ]
         assert relations(check(*ranks))["sum"] == relation, between
+
+
+def test_what_holds_nothing_or_no_copy_is_not_reported_to_agree() -> None:
+    checked = check([sketch("x", NUMBERS[0])], [sketch("x", NUMBERS[1])])
+    assert relations(checked) == {"x": "own data"}
+    lines = text_of_check(checked, []).splitlines()
+    assert lines[0] == "The 2 ranks agree where they hold copies (0 groups of taps)."
+    assert lines[1].startswith("1 group of taps is each rank's own, as shards are: x.")
+    skipped = ReplicaComparison(2, checked.taps, skipped=list("abcdef"))
+    assert text_of_check(skipped, []).startswith("Not checked: a, b, c, d show no tensor to compare.\n")
+
+
+def test_only_inputs_that_differ_are_named_as_such() -> None:
+    taps = [sketch("x", NUMBERS[0]), sketch("y", NUMBERS[2])], [sketch("x", NUMBERS[1]), sketch("y", NUMBERS[2])]
+    assert text_of_check(check(*taps), ["x", "y"]).startswith("The ranks' inputs differ: x. Under data parallelism")
+
+
+def test_later_copies_that_differ_follow_the_first_and_inferred_layouts_are_said_to_be() -> None:
+    names = [f"h.{n}.{part}" for n in range(2) for part in ("up", "down")]
+    ranks = [[sketch(name, NUMBERS[0] + off * NUMBERS[1]) for name in names] for off in (0.0, 1e-3)]
+    first, inferred = text_of_check(check(*ranks), []).splitlines()
+    assert first.startswith(
+        "h.*.up should be equal on the ranks but is not in layers 0-1, layer 0 first: rank 1 differs"
+    )
+    assert " Later ones differ too, and may have inherited it: h.*.down in layers 0-1 (rel_l2 " in first
+    assert inferred.startswith("Layouts were inferred from the values, so a difference may be intended.")
+    declared = check(*ranks, declared=lambda name: BOTH)
+    assert "inferred" not in text_of_check(declared, [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlab.verdict.stale_rows import stale_rows
+from graftlab.verdict.stale_rows import _places, stale_rows
 
 OLD = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 NEW = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(1))
@@ -71,3 +71,10 @@ def test_whole_numbers_are_no_cache() -> None:
 def test_rows_without_a_tap_that_feeds_them_are_not_a_cache() -> None:
     assert stale_rows(CACHE, torch.cat([OTHER, NEW], 1), {"k": NEW * 2}) is None
     assert stale_rows(OLD, OLD.flip(1), {"k": OLD}) is None
+
+
+def test_each_row_is_sought_among_the_others_and_rows_of_zeros_are_in_no_place() -> None:
+    others = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)).double()
+    order = [4, 0, 5, 1]
+    rows = torch.cat([others[order], torch.zeros(1, 16), others[:1] * 1.5]).double()
+    assert _places(rows, others, 1e-6).tolist() == [*order, -1, -1]

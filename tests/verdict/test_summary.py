@@ -208,3 +208,9 @@ def test_a_filter_may_use_one_sides_own_name_of_a_tap() -> None:
     run = to_frame([row("paired", baseline_name="ours", target_name="theirs"), row("other")])
     plan = gl.GraftPlan(b2t="baseline_name == 'ours'", t2b="target_name == 'ours'")
     assert unmatched_filters([plan], run) == {"t2b": "target_name == 'ours'"}
+
+
+def test_a_run_without_rows_lacks_all_that_its_first_plan_grafts_or_keeps() -> None:
+    plans = [gl.GraftPlan(b2t="name == 'a'", keep="layer == 1"), gl.GraftPlan(b2t="name == 'b'").edit()]
+    assert unmatched_filters(plans, to_frame([])) == {"b2t": "name == 'a'", "keep": "layer == 1"}
+    assert unmatched_filters(plans, to_frame([row("b", plan_version=1)])) == {}

@@ -25,6 +25,7 @@ from graftlab.verdict.unexplained import (
     cut_graphs,
     differing_taps,
     extents_by_request,
+    on_unseen_choices,
 )
 
 FLOORS = AccumulatedFloors({("x", None): Floor(1e-5, 1e-4), ("y", None): Floor(1e-6, 1e-5)}, {"": 1e-5})
@@ -416,3 +417,45 @@ def test_the_last_tap_of_the_target_is_that_of_its_last_step() -> None:
     baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
     (said,) = unexplained(alone, tap("x", 2), baseline).without_partner("x")
     assert "the target's last tap, out, has no partner" in said
+
+
+def test_returned_values_are_near_only_if_all_were_compared_and_are() -> None:
+    near = ("", 1e-3, PAIR)
+    assert returned(near).are_near
+    assert not returned().are_near
+    assert not returned(near, ("[1]", 0.9, PAIR)).are_near
+    assert not ReturnedValues(returned(near).differences, (), ("[1] is lost",)).are_near
+
+
+def test_the_farthest_returned_value_leads_and_the_output_is_no_inner_tap() -> None:
+    values = returned(("['a']", 0.1, PAIR), ("['b']", 0.5, PAIR))
+    (said,) = unexplained(tap("x", 1), returned=values).no_tap_explains()
+    assert said.startswith("The returned value ['b'] differs by 0.5 ")
+    assert said.endswith("and no tapped value explains it.")
+    (said,) = unexplained(tap("x", 1), tap("y", 3, 0.5)).no_tap_explains()
+    assert said.endswith("and no tapped value explains it.")
+
+
+def test_a_named_output_that_no_tap_has_lacks_no_call() -> None:
+    assert unexplained(tap("x", 1)).without_partner(None, "other") == []
+
+
+@pytest.mark.parametrize(
+    ("distance", "first", "last"),
+    [
+        (None, "", ""),
+        (1e-6, "", ""),
+        (math.nan, "may differ, because neither a tap", ""),
+        (1e-3, "from which they were chosen differ by 0.001, and neither a tap", ""),
+        (0.5, "", "from which they were chosen differ by 0.5, and neither a tap"),
+    ],
+)
+def test_values_behind_whole_numbers_are_reported_by_their_distance(
+    distance: float | None, first: str, last: str
+) -> None:
+    found = on_unseen_choices(distance, frame_of(tap("x", 1, dtype="float32")), 5.0)
+    assert [len(found[0]), len(found[1])] == [int(bool(first)), int(bool(last))]
+    assert first in "".join(found[0])
+    assert last in "".join(found[1])
+    # One rounding of the taps' dtype is no difference.
+    assert on_unseen_choices(1e-3, frame_of(tap("x", 1, dtype="bfloat16")), 5.0) == ([], [])

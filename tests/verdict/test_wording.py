@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,11 +15,18 @@ from graftlab.base.tap_groups import group_of
 from graftlab.base.world import Side
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.lines import DifferingLine, first_places, most_telling, notes_on
+from graftlab.verdict.lines import (
+    DifferingLine,
+    explained_by_code,
+    first_places,
+    lines_in_words,
+    most_telling,
+    notes_on,
+)
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.origins import ErrorOrigins
+from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
-from graftlab.verdict.wording import Findings, _is_coarse, _ranks, text_of
+from graftlab.verdict.wording import Findings, JobRemarks, _is_coarse, _ranks, text_of
 
 
 def tap(
@@ -256,6 +264,9 @@ def test_two_clearly_separate_sizes_may_have_two_causes() -> None:
     assert "sizes" not in text(0.01, 0.02, 0.4, 0.4)
     assert "sizes" not in text(0.01, 0.01, 0.4, 0.8)
     assert "sizes" not in text(0.06, 0.06, 0.06, 0.4)
+    # Less than three times as large.
+    assert "sizes" not in text(0.1, 0.1, 0.25, 0.25)
+    assert "sizes" not in text(0.1, 0.1, 0.25, 0.35)
 
 
 def test_without_a_finite_number_on_both_sides_nothing_is_clean() -> None:
@@ -409,3 +420,122 @@ def test_the_ranks_on_which_a_tap_differs_are_named_in_one_or_several(wrong: lis
 def test_only_floating_dtypes_of_few_bits_are_coarse_and_unknown_ones_are_none() -> None:
     dtypes = ("bfloat16", "float8_e5m2", "float32", "int8", "float4_of_a_later_torch", "nn")
     assert [dtype for dtype in dtypes if _is_coarse(dtype)] == ["bfloat16", "float8_e5m2"]
+
+
+def test_lines_of_one_of_several_groups_are_not_said_to_be_those_of_each() -> None:
+    lines = [line("a", side) for side in ("target", "baseline")]
+    assert lines_in_words(lines, ["a", "b"], are_several=True)[0].startswith("The values first differ here")
+    both = [*lines, *(replace(each, group="b") for each in lines)]
+    assert lines_in_words(both, ["a", "b"], are_several=True)[0].startswith("In each of them, the values first differ")
+    assert lines_in_words(both, ["a", "b"])[0].startswith("The values first differ here")
+    assert lines_in_words(lines, ["b"]) == []
+
+
+@pytest.mark.parametrize(
+    ("side", "ranks", "note"),
+    [
+        ("target", (), "only the target does this"),
+        ("baseline", (), "the target lacks this"),
+        ("target", (1,), "only the target does this)  (only rank 1 runs this"),
+        ("target", (0, 1), "only the target does this)  (only ranks 0-1 run this"),
+    ],
+)
+def test_a_line_of_one_side_or_of_some_ranks_is_marked(side: Side, ranks: tuple[int, ...], note: str) -> None:
+    made = replace(line("up", side), is_only_here=True, ranks=ranks)
+    assert lines_in_words([made], ["up"])[1].endswith(f"  [silu(up)]  ({note})")
+
+
+def test_a_group_is_explained_by_code_if_confirmed_operations_differ() -> None:
+    ours, theirs = line("up", "baseline"), line("up", "target", confirmed=True)
+    assert explained_by_code([theirs, ours]) == set()
+    other = replace(ours, operation="gelu(up)")
+    assert explained_by_code([theirs, other]) == explained_by_code([theirs]) == {"up"}
+    assert explained_by_code([replace(theirs, confirmed=False), other]) == set()
+
+
+def frame_of(*taps: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(list(taps), columns=list(COLUMNS))
+
+
+def test_layers_are_those_of_the_tag_where_names_have_none() -> None:
+    def text(*layers: Any) -> str:
+        return said(*({**tap("q", 9.0 if n == 1 else 1.0), "tags": {"layer": each}} for n, each in enumerate(layers)))
+
+    assert text(0, 1, 2).startswith("q is computed differently in layer 1 of 0-2 (")
+    assert text(*np.arange(3)).startswith("q is computed differently in layer 1 of 0-2 (")
+    assert text("a", "b", "c").startswith("q is computed differently (")
+    # One call has no layer.
+    assert text(None, 1, 2).startswith("q is computed differently in layer 1 of 1-2 (")
+
+
+def test_closer_looks_are_stated_with_what_they_found_and_not_advised_again() -> None:
+    low, high = ({**tap("h", 2.0), "dtype": dtype} for dtype in ("bfloat16", "float32"))
+    assert text_of(Findings(frame_of(low), 5.0, 1, in_float32=0.5)) == (
+        "Nothing above bfloat16 rounding, nor above float32's in float32 (1 group of taps, at most 2 x the floor, "
+        "threshold 5; in float32 0.5 x)."
+    )
+    inner = Findings(frame_of(high), 5.0, 1, computed_in="bfloat16")
+    assert text_of(inner).endswith("threshold 5); compute in float32 on both sides for a closer look.")
+    assert text_of(replace(inner, in_float32=0.5, looked_in="float64")).endswith("threshold 5; in float64 0.5 x).")
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        {"unexplained": ["Something."]},
+        {"without_output": ["Something."]},
+        {"failed": ["Something."]},
+        {"unseen": ["something."]},
+        {"data": ["Something."]},
+        {"not_repeated": ["a"]},
+        {"target_not_repeated": ["a"]},
+    ],
+    ids=lambda doubt: next(iter(doubt)),
+)
+def test_only_what_was_checked_is_called_clean_where_anything_is_in_doubt(doubt: dict[str, Any]) -> None:
+    clean = Findings(frame_of(tap("h", 1.0)), 5.0, 1)
+    assert text_of(clean).startswith("No tap adds more than rounding (")
+    assert "Nothing that was checked adds more than rounding (" in text_of(replace(clean, **doubt))
+
+
+def test_returned_values_alone_agree_only_without_a_doubt() -> None:
+    alone = Findings(frame_of(), 5.0, 1, only_returned=True)
+    assert text_of(alone) == "The returned values agree to rounding; nothing else was compared."
+    assert text_of(replace(alone, unexplained=["They differ."])) == "They differ."
+    assert text_of(replace(alone, without_output=["No output."])) == "No output."
+
+
+def test_grafts_that_prove_nothing_leave_no_conclusion() -> None:
+    assert text_of(Findings(frame_of(tap("h", 90.0)), 5.0, 1, inconclusive=["Pairs no longer hold."])) == (
+        "Pairs no longer hold."
+    )
+
+
+def test_inputs_of_modules_are_said_not_to_be_examined_where_a_value_is_named() -> None:
+    value, gradient = tap("h", 90.0), tap("h", 90.0, kind="grad")
+    assert NOT_EXAMINED in said(value, gradient)
+    assert NOT_EXAMINED not in said(gradient)
+
+
+def test_remarks_on_jobs_are_around_the_conclusion() -> None:
+    remarks = JobRemarks(1e-5, "assumed ", ("First.",), ("Basis.",), ("unseen.",), (), ("Last.",))
+    lines = text_of(Findings(frame_of(tap("h", 1.0)), 5.0, 1, job_remarks=remarks)).splitlines()
+    assert lines == [
+        "First.",
+        "Nothing that was checked adds more than 5 x the assumed floor of 1e-05 (1 group of taps, at most 1 x the "
+        "assumed floor, threshold 5).",
+        "Basis.",
+        "Last.",
+    ]
+
+
+def test_a_group_with_the_name_of_a_weight_that_differs_is_shown_with_it() -> None:
+    found = Findings(frame_of(tap("up.weight", 90.0)), 5.0, 1, weights={"up.weight": "up.weight (rel_l2 0.01)"})
+    assert ", with weights that already differ: up.weight (rel_l2 0.01)." in text_of(found)
+    assert "already differ" not in text_of(replace(found, weights_lent=True))
+
+
+def test_groups_without_lines_keep_their_places_between_those_with_lines() -> None:
+    lines = [line("b", side) for side in ("target", "baseline")]
+    shown = text_of(Findings(frame_of(*(tap(name, 9.0) for name in "abc")), 5.0, 1, lines=lines)).splitlines()
+    assert [text.split()[0] for text in shown[:6]] == ["a", "b", "The", "target", "baseline", "c"]

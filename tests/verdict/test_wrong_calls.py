@@ -88,3 +88,27 @@ def test_calls_without_a_common_part_are_counted_and_the_first_ones_listed() -> 
 )
 def test_a_rule_needs_enough_numbers_and_no_exception(wrong: set[int], every: Any, rule: str) -> None:
     assert common_rule(wrong, set(every)) == rule
+
+
+def test_of_two_parts_that_decide_the_one_with_a_rule_is_named() -> None:
+    lengths = [8, 16, 24, 32, 40, 48]
+    calls = [{"rid": f"r{n}", "length": length} for n, length in enumerate(lengths)]
+    assert words(calls, {1, 3, 5}) == (
+        " in calls with length=16, 32, 48 of 8, 16, 24, 32, 40, 48 (all multiples of 16 and no others)"
+    )
+
+
+def test_a_size_that_a_right_call_has_too_decides_nothing() -> None:
+    lengths = [7, 32, 20, 48, 41, 32]
+    frame = pd.DataFrame({"step": 0, "occurrence": n, "tags": {}, "shape": [size]} for n, size in enumerate(lengths))
+    assert "elements" not in which_calls(frame, frame.iloc[[1, 3]])
+    assert "elements" in which_calls(frame[:5], frame.iloc[[1, 3]])
+    # A wrong call without a tensor has no size.
+    frame.loc[6] = {"step": 0, "occurrence": 6, "tags": {}, "shape": None}
+    without = frame.drop(index=5)
+    assert "elements" not in which_calls(without, without.loc[[1, 3, 6]])
+
+
+def test_calls_are_listed_with_the_tags_that_they_have() -> None:
+    calls: list[dict[str, Any]] = [{"t": 0}, {"t": 0, "a": 1}, {"t": 1}, {"t": 1, "a": 1}]
+    assert words(calls, {0, 3}) == " in 2 of 4 calls: t=0, t=1 a=1"

@@ -380,3 +380,19 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
     assert panel._next_snapshot < math.inf
     panel._renew_snapshot((True, 2, True, 3), True)
     assert taken == ["in background", "all", "all"]
+
+
+def test_a_menu_keeps_its_choice_or_takes_the_first_and_none_of_no_options() -> None:
+    menu = Menu()
+    chosen: list[tuple[Any, bool]] = []
+    menu.observe(lambda change: chosen.append((change["new"], menu.filling)), "value")
+    menu.fill([("one", 1), ("two", 2)], 2)
+    assert menu.value == 2
+    menu.fill([("two", 2), ("three", 3)], 2)
+    assert menu.value == 2
+    menu.fill([("three", 3), ("four", 4)], 2)
+    assert menu.value == 3
+    menu.fill([], 3)
+    assert menu.value is None
+    assert all(is_filling for _, is_filling in chosen)
+    assert not menu.filling

@@ -959,6 +959,8 @@ def test_what_is_neither_a_function_nor_a_dotted_path_is_refused(name: str) -> N
     with pytest.raises(gl.TransformError, match=f"the notebook has no function {re.escape(repr(name))}; choose one"):
         spec_of(Draft("name", name), {}, [])
     assert spec_of(Draft("name", "math.sin"), {}, []) == TransformSpec("path", "math.sin")
+    for where, wanted in (("  ", None), (" layer == 1\n", "layer == 1")):
+        assert spec_of(Draft("name", "math.sin", where), {}, []) == TransformSpec("path", "math.sin", where=wanted)
 
 
 # ---- the plan can be changed from anywhere --------------------------------------------------------------------------
