@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -73,13 +74,13 @@ def judge_held_calls(
     if any(each.raises for each in (*baseline, *target)):
         return judge_until_exception(repeats, baseline, target, choice)
     remarks = list(_not_trusted(baseline, target))
+    if proposal is not None and (unfit := repeats.unfit_taps() - proposal.unfit):
+        # A decode step after a prefill has other rows, and other numbers of them.
+        with suppress(MatchError):
+            proposal = _matched(repeats, target, proposal, unfit)
     if proposal is None and (choice.match or (choice.match is None and not _pair_by_names(baseline, target))):
         try:
-            proposal = repeats.match()
-            session.edit(pairs=proposal)
-            if INTERRUPTED in proposal.notices:
-                # The match returns the pairs found so far, but the interrupt was meant for the rest, too.
-                raise KeyboardInterrupt(_paired(proposal, target[0]))
+            proposal = _matched(repeats, target)
         except MatchError as error:
             remarks.append(f"Taps could not be paired by value: {error}")
     backward = _add_backward(repeats, baseline, target)
@@ -337,6 +338,21 @@ def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDes
 
 def _enough_in_common(ours: set[str], theirs: set[str]) -> bool:
     return len(ours & theirs) >= _ENOUGH * min(len(ours), len(theirs))
+
+
+def _matched(
+    repeats: Repeats, target: Sequence[CallDescription], known: Proposal | None = None, unfit: Collection[str] = ()
+) -> Proposal:
+    """Pair the taps of this call by value, and put the pairs in force. If an earlier call's pairs are ``known``, only
+    the layouts of ``unfit`` taps are replaced. Raises :class:`MatchError`.
+    """
+    found = repeats.match()
+    proposal = found if known is None else known.with_layouts_of(found, unfit)
+    repeats.session.edit(pairs=proposal)
+    if INTERRUPTED in found.notices:
+        # The match returns the pairs found so far, but the interrupt was meant for the rest, too.
+        raise KeyboardInterrupt(_paired(proposal, target[0]))
+    return proposal
 
 
 def _paired(proposal: Proposal, target: CallDescription) -> str:

@@ -68,6 +68,11 @@ class Repeats:
         until_exception = partial(call_until_exception, repeat_call)
         return self.session.match(until_exception, until_exception)
 
+    def unfit_taps(self) -> set[str]:
+        """The baseline's taps whose pairs, which are in force, have a layout that does not fit this call."""
+        frame = self.session.run(repeat_call, repeat_call).frame
+        return set(frame.loc[frame["status"] == "failed", "name"])
+
     def add_backward(self) -> str | None:
         """Include a backward pass in each run; returns the reason if that fails."""
         run = self.session.run(try_backward, try_backward)

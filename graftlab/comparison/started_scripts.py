@@ -85,6 +85,10 @@ class StartedScripts(Repeats):
         """Return None: each run starts the scripts again, with their own dtypes."""
         return None
 
+    def unfit_taps(self) -> set[str]:
+        """Return none: the scripts are not started again for a match of a later call."""
+        return set()
+
     # ---- one judgement ------------------------------------------------------------------------------------------
 
     def judge_call(

@@ -227,13 +227,17 @@ def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[Contradict
     """Taps that are groups of heads of a fused tap, in layers where some tap does not match by value.
 
     ``unsure`` has the target's taps whose values do not match. If all of a layer's match, its parts were read
-    correctly.
+    correctly. So were those of a module inside the layer, such as its attention, whose output matches.
     """
     layers = {layer_of(name) for name in unsure}
+    sure = {pair.target.partition("[")[0] for pair in pairs if pair.target not in unsure}
     places: dict[tuple[str, str], Pair] = {}
     for pair in pairs:
         part = next((step for step in pair.layout.steps if isinstance(step, Part) and step.groups > 1), None)
-        if part is not None and pair.whole == "baseline" and layer_of(pair.target) in layers:
+        if part is None or pair.whole != "baseline" or layer_of(pair.target) not in layers:
+            continue
+        module = pair.target.rpartition(".")[0]
+        if module.rpartition(".")[2].isdecimal() or module not in sure:
             places.setdefault((layers_of(pair.target), part.text), pair)
     return [
         Contradiction(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import html
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graftlab.base.html import bundle, cell, marked_up, number, rest_of, table
 from graftlab.base.text import counted
 from graftlab.base.world import Side
-from graftlab.layouts import parse_layout
+from graftlab.layouts import Layout, parse_layout
 from graftlab.matching.generalising import general_pairs
 from graftlab.matching.names import numbers_of, pattern_of
 from graftlab.matching.pair import SURENESS, Pair
-from graftlab.plan.pairs import PairRule
+from graftlab.plan.pairs import PairRule, TapCallName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +50,8 @@ class Proposal:
     """The problems of weights: values of another weight, or a layout unlike their neighbours'."""
     head_orders: tuple[str, ...] = field(default=(), kw_only=True)
     """Sentences on weights that give q and k, or v and o, of one attention different orders of features."""
+    unfit: frozenset[str] = field(default=frozenset(), kw_only=True)
+    """The baseline's taps whose layouts do not fit a later call, and that a match of that call did not find."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -83,6 +85,29 @@ class Proposal:
             unmatched_target={**self.unmatched_target, **gone},
             unmatched_baseline={name: why for name, why in lost.items() if name not in still},
         )
+
+    def with_layouts_of(self, other: Proposal, taps: Collection[str]) -> Proposal:
+        """The same pairs, with the layouts that a match of another call found for these taps of the baseline.
+
+        A pair that it did not find has the layout of its namesakes in other layers, or keeps its own.
+        """
+        found = {(pair.baseline, pair.target): pair.layout for pair in other.pairs if pair.by_value}
+        alike: dict[tuple[str, str, str], set[Layout]] = defaultdict(set)
+        for pair in self.pairs:
+            if (layout := found.get((pair.baseline, pair.target))) is not None:
+                alike[_pattern_of(pair)].add(layout)
+
+        def fitting(pair: Pair) -> Pair:
+            if TapCallName.of(pair.baseline).name not in taps:
+                return pair
+            layouts = alike[_pattern_of(pair)]
+            usual = next(iter(layouts)) if len(layouts) == 1 else pair.layout
+            return replace(pair, layout=found.get((pair.baseline, pair.target), usual))
+
+        pairs = tuple(map(fitting, self.pairs))
+        fits = {new.baseline for old, new in zip(self.pairs, pairs, strict=True) if new.layout != old.layout}
+        left = frozenset(taps) - {TapCallName.of(name).name for name in fits}
+        return replace(self, pairs=pairs, unpaired_rows=other.unpaired_rows, unfit=self.unfit | left)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -243,6 +268,10 @@ def pairs_of(rules: Sequence[dict[str, str]]) -> tuple[Pair, ...]:
 
 def _confirmed(pair: Pair) -> Pair:
     return pair if pair.by_value else replace(pair, sureness="confirmed", note="accepted by hand")
+
+
+def _pattern_of(pair: Pair) -> tuple[str, str, str]:
+    return pattern_of(pair.baseline), pattern_of(pair.target), pair.whole
 
 
 def folded(pairs: Iterable[Pair]) -> list[list[Pair]]:

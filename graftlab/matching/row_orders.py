@@ -97,8 +97,12 @@ def _span(known: Index) -> str:
 def call_of(name: str) -> CallKey:
     """The call that a tap's name belongs to."""
     parsed = TapCallName.of(name)
-    # Layers are parts of one call.
-    tags = tuple((tag, value) for tag, value in (parsed.tags or {}).items() if "layers" not in words_of(tag))
+    # Layers are parts of one call, and a model's inputs belong to its call.
+    tags = tuple(
+        (tag, value)
+        for tag, value in (parsed.tags or {}).items()
+        if "layers" not in words_of(tag) and (tag, value) != ("kind", "input")
+    )
     return tags, parsed.occurrence or 0
 
 

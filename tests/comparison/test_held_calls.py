@@ -669,6 +669,13 @@ def test_calls_are_judged_as_the_caller_has_chosen(explain: bool, monkeypatch: p
     assert (request.explain, request.gradient_parts) == (explain, not explain)
 
 
+def test_taps_whose_pairs_do_not_fit_a_call_are_those_that_fail_in_a_run_of_it() -> None:
+    session = MagicMock()
+    session.run.return_value.frame = pd.DataFrame({"name": ["a", "b", "b"], "status": ["compared", "failed", "failed"]})
+    assert Repeats(session).unfit_taps() == {"b"}
+    assert session.run.call_args_list == [call(repeat_call, repeat_call)]
+
+
 def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
     session = MagicMock()
     session.run.return_value = SimpleNamespace(baseline=[None], target=[None])

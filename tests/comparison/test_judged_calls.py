@@ -21,6 +21,7 @@ from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
+from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
@@ -67,6 +68,7 @@ class Runs:
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[wide])
         self.match = Mock(side_effect=[match])
+        self.unfit_taps = Mock(return_value=set())
         self.add_backward = Mock(return_value=None)
 
     def judge(self, baseline: Any, target: Any, proposal: Any = None, **choice: Any) -> Comparison:
@@ -149,6 +151,32 @@ def test_taps_are_matched_where_names_do_not_pair_or_if_asked() -> None:
         assert [each for each in comparison.remarks if len(each) == 2] == (
             ["1.", "2.", "3.", "4."] if wanted or given else []
         )
+
+
+def test_pairs_of_an_earlier_call_that_do_not_fit_a_later_one_are_matched_again() -> None:
+    def pair(name: str, layout: str) -> Pair:
+        return Pair(name, f"t.{name}", parse_layout(layout), sureness="exact")
+
+    known = Proposal(tuple(pair(name, "a b -> (a b)") for name in ("h.0.q", "h.1.q", "out")), wrong_weights=("w",))
+    again = Proposal((pair("h.0.q", "a 1 -> a"), pair("out", "a 1 -> a")), unpaired_rows="Rows.")
+    runs = Runs(found(), match=again)
+    runs.unfit_taps.return_value = {"h.0.q", "h.1.q"}
+    match = runs.judge(held(number=2), held(number=2, taps=("x",)), known).match
+    # A pair that the second match did not find has its namesake's layout, and one that fits keeps its own.
+    assert [each.layout.text for each in match.pairs] == ["a 1 -> a", "a 1 -> a", "a b -> (a b)"]
+    assert (match.wrong_weights, match.unpaired_rows) == (("w",), "Rows.")
+    assert runs.session.edit.mock_calls == [call(pairs=match)]
+    # A tap that the second match did not find is not looked for again.
+    runs = Runs(found(), match=Proposal(()))
+    runs.unfit_taps.return_value = {"out"}
+    given = runs.judge(held(number=2), held(number=2, taps=("x",)), known).match
+    assert runs.judge(held(number=3), held(number=3, taps=("x",)), given).match is given
+    assert len(runs.match.mock_calls) == 1
+    for unfit, found_again in ((set(), again), ({"out"}, MatchError("no values are alike"))):
+        runs = Runs(found(), match=found_again)
+        runs.unfit_taps.return_value = unfit
+        assert runs.judge(held(number=2), held(number=2, taps=("x",)), known).match is known
+        assert runs.session.edit.mock_calls == []
 
 
 def test_a_match_that_fails_or_leaves_rows_unpaired_clears_nothing() -> None:

@@ -116,6 +116,12 @@ def test_parts_by_groups_of_heads_are_named_in_layers_with_a_tap_that_does_not_m
     assert [each.tap for each in found] == ["l.0.q", "l.0.k", "l.0.v"]
     assert found[0].text.startswith("l.0.q is taken out of h.0.qkv by groups of heads (")
     assert in_groups(groups, {"l.1.mlp"}) == []
+    # The output of the module that reads the parts shows whether it reads them correctly.
+    inside = [pair("h.0.kv", "l.0.attn.k", "part(dim=0, index=0, of=[1, 1], groups=2)"), pair("h.0.a", "l.0.attn")]
+    for unsure, count in (({"l.0.mlp"}, 0), ({"l.0.mlp", "l.0.attn"}, 1), ({"l.0.attn"}, 1)):
+        assert len(in_groups(inside, unsure)) == count
+    whole_layer = [pair("h.0.kv", "l.0.k", "part(dim=0, index=0, of=[1, 1], groups=2)"), pair("h.0", "l.0")]
+    assert len(in_groups(whole_layer, {"l.0.mlp"})) == 1
     one_group = [pair("h.0.qkv", "l.0.q", "part(dim=0, index=0, of=[1, 1, 1])")]
     fused = [pair("h.0.q", "l.0.qkv", "part(dim=0, index=0, of=[1, 1, 1], groups=2)", whole="target")]
     assert in_groups(one_group, {"l.0.mlp"}) == in_groups(fused, {"l.0.mlp"}) == []

@@ -593,3 +593,23 @@ def test_complex_taps_show_no_rows() -> None:
 )
 def test_rows_lie_along_dimensions_of_their_sizes(shape: Any, dims: Any, places: Any) -> None:
     assert _row_dims(shape, dims) == places
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_models_inputs_show_the_rows_of_its_call(is_damaged: bool) -> None:
+    """Also where the last run had a graft that was tried in vain, so that values before a graft no longer match."""
+    ids, mask = padded([0, 2], 7)
+    rows = torch.arange(14)[mask.flatten()]
+    whole = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0))
+    part = whole.flatten(0, 1)[rows]
+    mine = [RecordedTap.of("ids[kind=input]", ids), RecordedTap.of("h", whole, order=1)]
+    theirs = [
+        RecordedTap.of("tokens[kind=input]", ids[mask]),
+        RecordedTap.of("x", part.flip(0) if is_damaged else part, order=1),
+    ]
+    fetch: dict[Side, None] = {"baseline": None, "target": None}
+    (order,) = row_orders(mine[:1], theirs[:1], fetch)
+    listed = [Pair("h", "x", Layout((Gather.of_rows((2, 7), rows.tolist(), (len(rows),)),)), rel=0.0)]
+    (pair,), notice = with_row_rules(listed, [order], mine, theirs, fetch)
+    assert pair.layout.text == "rows(of='ids', into='tokens')"
+    assert notice == "in every batch the rows are found again by ids and tokens"
