@@ -239,18 +239,28 @@ def judge_until_exception(
     return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
+def rounding_may_hide_mistakes(verdict: Verdict) -> bool:
+    """Whether nothing is named of calls that round to 16 bits, and are not bit-equal."""
+    found, frame = verdict.findings, verdict.frame
+    if answer_of(_if_rounding(found), True, True) != "agree":
+        return False
+    narrow = frame.loc[frame["dtype"].isin(_NARROW), "added"]
+    # Bit-equal calls are right.
+    return bool((found.after_taps and len(narrow)) or (narrow > 0).any() or (found.computed_in and moves(found)))
+
+
+def _if_rounding(found: Findings) -> Findings:
+    """The findings of a verdict if its differences are rounding."""
+    return replace(found, in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out=""))
+
+
 def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
     """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
     """
-    found, frame = verdict.findings, verdict.frame
-    cleared = replace(found, in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out=""))
-    if answer_of(cleared, True, True) != "agree":
-        return None
-    narrow = frame.loc[frame["dtype"].isin(_NARROW), "added"]
-    # Bit-equal calls are right.
-    if not (found.after_taps and len(narrow)) and not (narrow > 0).any() and not (found.computed_in and moves(found)):
+    found, frame, cleared = verdict.findings, verdict.frame, _if_rounding(verdict.findings)
+    if not rounding_may_hide_mistakes(verdict):
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None:

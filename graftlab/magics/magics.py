@@ -17,6 +17,7 @@ from IPython.display import display
 
 from graftlab.base.world import Side
 from graftlab.comparison.functions import compare_expression
+from graftlab.comparison.held_calls import rounding_may_hide_mistakes
 from graftlab.control.core import callees_of, internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
@@ -236,6 +237,8 @@ class GraftMagics(Magics):
         self._require_code(session, "verdict", judged)
         verdict = session.verdict(*callees_of(session, judged))
         self._assign(arguments.out, verdict)
+        if judged and not internals_of(session).default_callees and rounding_may_hide_mistakes(verdict):
+            print(f"`%graft compare {judged}` judges it in float32 too, where rounding hides no mistake.")
         return verdict
 
     def _lines(self, arguments: argparse.Namespace) -> Any:

@@ -7,14 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 from IPython.core.completer import CompletionContext
 from IPython.core.error import UsageError
 
 from graftlab.base.world import Place
+from graftlab.control.verdicts import Verdict
 from graftlab.magics import magics
 from graftlab.magics.magics import GraftMagics, complete_graft, magics_of_completion
 from graftlab.remote.ray_cluster import Ray
+from graftlab.verdict.wording import Findings
 
 
 class Recorded:
@@ -149,6 +152,27 @@ def test_a_result_is_assigned_to_the_named_variable_and_shown(line: str, value: 
     notebook.names.clear()
     notebook.run(line.replace("-o v ", ""))
     assert notebook.names == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "added", "label", "is_said"),
+    [
+        ("bfloat16", 1e-3, "clean", True),
+        ("bfloat16", 0.0, "clean", False),
+        ("bfloat16", 1e-3, "culprit", False),
+        ("float32", 1e-9, "clean", False),
+    ],
+)
+def test_after_a_verdict_in_16_bits_the_command_for_float32_is_named(
+    dtype: str, added: float, label: str, is_said: bool, notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tap = {"name": "output", "group": "output", "dtype": dtype, "added": added, "ratio": 0.5, "label": label}
+    verdict = notebook.answers["verdict"] = Verdict(Findings(pd.DataFrame([tap]), 5.0, 1), 4)
+    assert notebook.run("verdict f(x)") is verdict
+    assert capsys.readouterr().out == ""
+    notebook.session._internals.default_callees = {}
+    notebook.run("verdict f(x)")
+    assert ("`%graft compare f(x)` judges it in float32 too" in capsys.readouterr().out) == is_said
 
 
 def test_a_run_is_assigned_before_its_end_is_awaited(notebook: Notebook) -> None:
