@@ -101,7 +101,7 @@ def test_other_models_are_counted_and_noted_once_until_a_call_is_held(rank: Rank
     assert noted.read_text() == "Linear\nLinear[1]\n"
     assert rank.calls == []
     made._before(nn.Sequential(nn.Linear(1, 1)), (torch.ones(1),), {})
-    # Where a model was held, nobody asks for the others.
+    # Once a model was held, the others are not noted.
     made._before(nn.LayerNorm(1), (), {})
     assert noted.read_text() == "Linear\nLinear[1]\n"
     (held,) = rank.calls

@@ -65,7 +65,7 @@ def test_taps_that_are_seen_while_the_next_session_gets_the_others_reach_it_too(
     assert told == [TapSeen({"name": "hidden"}), TapSeen({"name": "out"})]
 
 
-def test_rows_of_jobs_that_began_again_name_the_generations_and_lost_ones_are_counted() -> None:
+def test_rows_name_the_generations_of_jobs_and_lost_ones_are_counted() -> None:
     ends = [socket.socketpair() for _ in range(2)]
     line = JobConnection(SocketChannel(ends[0][0]), ends[1][0])
     sent: list[str | None] = []

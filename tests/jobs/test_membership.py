@@ -341,5 +341,5 @@ def test_a_rank_that_is_introduced_learns_of_the_others_and_they_of_it() -> None
     assert known == {1: contacts[1], 0: contacts[0]}
     assert [each.contacts for each in sent[1]] == [(), (contacts[0],)]
     assert [each.contacts for each in sent[0]] == [(contacts[1],)]
-    # One that has not joined yet is told nothing.
+    # One that has not joined yet gets nothing.
     assert sent[2] == []

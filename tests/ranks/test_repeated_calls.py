@@ -116,7 +116,7 @@ def test_weights_of_inference_mode_count_no_writes() -> None:
     assert described.not_repeated == ()
 
 
-def test_a_call_that_raises_is_described_with_the_taps_before_it_if_that_is_asked_for() -> None:
+def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request() -> None:
     model = net()
 
     class Failing(nn.Module):
