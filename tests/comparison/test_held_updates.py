@@ -376,7 +376,7 @@ def test_gradients_that_still_have_those_of_the_last_update_are_not_set_to_zero(
     assert not any("zero_grad" in each for each in said(v=clean["v"] + 2 * last["v"]))
 
 
-def test_gradients_that_only_optimizers_show_are_compared_without_words_on_their_origin() -> None:
+def test_gradients_that_only_optimizers_show_have_no_words_on_their_origin() -> None:
     whole = drawn(0)
     bare = description({"w": whole}, {})
     assert judge_gradients([row("w", 0, whole, whole)], [bare], [bare], {}).sentences == ()

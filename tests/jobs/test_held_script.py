@@ -92,6 +92,26 @@ def test_each_update_is_held_with_the_calls_and_gradients_since_the_last_one(ran
     assert (len(rank.updates), len(rank.calls)) == (2, 4)
 
 
+def test_other_models_are_counted_and_noted_once_until_a_call_is_held(rank: Rank, tmp_path: Path) -> None:
+    made = HeldScript(tmp_path, "target", "Sequential")
+    other, third = nn.Linear(1, 1), nn.Linear(1, 1)
+    for model in (other, other, third):
+        made._before(model, (), {})
+    noted = held_script.other_models(tmp_path, "target")
+    assert noted.read_text() == "Linear\nLinear[1]\n"
+    assert rank.calls == []
+    made._before(nn.Sequential(nn.Linear(1, 1)), (torch.ones(1),), {})
+    # Once a model was held, the others are not noted.
+    made._before(nn.LayerNorm(1), (), {})
+    assert noted.read_text() == "Linear\nLinear[1]\n"
+    (held,) = rank.calls
+    assert held.describe_result().model == "Sequential"
+    assert held.describe_result().raises is None
+    assert held._others == {"Linear": 2, "Linear[1]": 1}
+    # The comparison may be over, and its folder deleted.
+    HeldScript(tmp_path / "gone", "target", "Net")._before(other, (), {})
+
+
 def test_an_update_that_is_passed_still_begins_the_next_step(rank: Rank, script: HeldScript) -> None:
     rank._first = ("update", 2)
     model, x = nn.Linear(2, 1), torch.ones(1, 2)

@@ -6,9 +6,11 @@ import contextlib
 import socket
 
 import pytest
+from kit.in_process import a_row
 
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.job_connection import JobConnection
+from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.messages import PlanAdopted, TapSeen, unpack_from_rank
 
 
@@ -61,3 +63,21 @@ def test_taps_that_are_seen_while_the_next_session_gets_the_others_reach_it_too(
     line.reconnect(channel, ends[3][0])
     told = [unpack_from_rank(frame) for frame in SocketChannel(ends[2][1]).receive()]
     assert told == [TapSeen({"name": "hidden"}), TapSeen({"name": "out"})]
+
+
+def test_rows_name_the_generations_of_jobs_and_lost_ones_are_counted() -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    line = JobConnection(SocketChannel(ends[0][0]), ends[1][0])
+    sent: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ControlConnection, "row", lambda self, row: sent.append(row.note))
+        line.row(a_row())
+        line.generations = (1, 2)
+        line.row(a_row(note="cut", status="failed", error="first"))
+        line.row(a_row(status="failed", error="last"))
+        line.channel.close()
+        line.row(a_row())
+    assert sent == [None, "cut; generation 2 of target", "generation 2 of target", "generation 2 of target"]
+    assert line.statuses == {"compared": 2, "failed": 2}
+    assert line.last_errors == {"failed": "last"}
+    assert line.lost_rows == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from graftlab.base.world import Place, RunInfo
 from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
-from graftlab.jobs.membership import Membership
+from graftlab.jobs.membership import Membership, introduce
 from graftlab.jobs.session_server import AgreedPlan
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.descriptors import SharedDescriptors
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
+    Contact,
     LinkReport,
     PlanUpdate,
     RunRequest,
@@ -321,3 +323,23 @@ def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Pat
     assert not rank.is_expected
     rank.renew()
     rank.close_rank_ends()
+
+
+def test_a_rank_that_is_introduced_learns_of_the_others_and_they_of_it() -> None:
+    sent: dict[int, list[Any]] = {number: [] for number in range(3)}
+    ranks: Any = [
+        SimpleNamespace(
+            place=SimpleNamespace(world_rank=number),
+            channel=SimpleNamespace(send=lambda frame, to=number: sent[to].append(unpack_to_rank(frame))),
+        )
+        for number in range(3)
+    ]
+    contacts = [Contact(number, f"/{number}", b"nonce", b"name", "", 1000 + number) for number in range(3)]
+    known: dict[int, Any] = {}
+    for number in (1, 0):
+        introduce(ranks[number], contacts[number], known, ranks)
+    assert known == {1: contacts[1], 0: contacts[0]}
+    assert [each.contacts for each in sent[1]] == [(), (contacts[0],)]
+    assert [each.contacts for each in sent[0]] == [(contacts[1],)]
+    # One that has not joined yet gets nothing.
+    assert sent[2] == []

@@ -219,7 +219,7 @@ def test_pairs_that_no_longer_hold_are_said_of_what_is_named_or_allow_no_conclus
     assert not any("no longer" in each for each in made.verdict().findings.remarks)
 
 
-def test_returned_values_after_the_last_tap_and_parts_of_gradients_reach_the_findings(made: Made) -> None:
+def test_returned_values_and_parts_of_gradients_reach_the_findings(made: Made) -> None:
     def returned(most: float) -> Any:
         return SimpleNamespace(most=lambda leave: most if leave == ["varies anyway"] else -1.0, differences=())
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from graftlab.lines.fingerprints import (
     _MASKED,
+    ANY_ORDER,
     DIFFERENT,
     IN_ORDER,
     MAGNITUDES,
+    Fingerprint,
     agreement,
     fingerprint,
     joined,
@@ -89,3 +94,72 @@ def test_a_quantised_tensor_has_the_fingerprint_of_its_numbers() -> None:
     assert agreement(made, fingerprint(one.dequantize()), 1e-6) == IN_ORDER
     assert agreement(made, fingerprint(one.int_repr().float() * 0.1), 1e-6) == IN_ORDER
     assert agreement(made, fingerprint(other.int_repr().float() * 0.1), 1e-6) < IN_ORDER
+
+
+def with_number(at: int, number: float) -> torch.Tensor:
+    changed = X.clone()
+    changed[at] = number
+    return changed
+
+
+HALF = torch.arange(64) < 32
+NAMES = ("one", "other", "level")
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+@pytest.mark.parametrize(
+    NAMES,
+    [
+        (X, X.clone(), IN_ORDER),
+        (X, X.reshape(8, 8), IN_ORDER),
+        (X, X.double(), IN_ORDER),
+        (X, X.flip(0), ANY_ORDER),
+        (X, -X, MAGNITUDES),
+        (X, with_number(3, -float(X[3])), MAGNITUDES),
+        (X, X * 1.001, DIFFERENT),
+        (X, with_number(3, 9.0), DIFFERENT),
+        (X, X[:63], DIFFERENT),
+        (X, with_number(3, math.nan), DIFFERENT),
+        (with_number(3, math.inf), with_number(3, math.nan), IN_ORDER),
+        # Bare counts in another order are other counts.
+        (torch.arange(64), torch.arange(64).flip(0), DIFFERENT),
+        (torch.arange(64), torch.arange(64).int(), IN_ORDER),
+        (HALF, HALF.clone(), IN_ORDER),
+        (HALF, ~HALF, MAGNITUDES),
+        (HALF, HALF.flip(0).roll(3), DIFFERENT),
+        (HALF, torch.where(HALF, 0.0, -math.inf), IN_ORDER),
+        (HALF, HALF.float(), DIFFERENT),
+        # The numbers that hide scores do not matter, and which are hidden does.
+        (with_number(3, -math.inf), with_number(3, -1e9), IN_ORDER),
+        (with_number(3, -math.inf), with_number(4, -math.inf), DIFFERENT),
+        (torch.zeros(0), torch.zeros(0, 3), IN_ORDER),
+        # An expanded tensor has the numbers that it expands.
+        (X.reshape(64, 1).expand(64, 3), X, IN_ORDER),
+    ],
+)
+def test_tensors_agree_in_order_in_any_order_or_up_to_signs(
+    one: torch.Tensor, other: torch.Tensor, level: object, sorts: bool
+) -> None:
+    first, second = fingerprint(one, sorts=sorts), fingerprint(other, sorts=sorts)
+    assert agreement(first, second, 1e-5) == agreement(second, first, 1e-5) == level
+
+
+@pytest.mark.parametrize("sorts", [True, False])
+def test_a_fingerprint_arrives_as_it_was_sent(sorts: bool) -> None:
+    for tensor in (X, HALF, torch.zeros(0), torch.ones(3), with_number(0, math.nan)):
+        sent = fingerprint(tensor, sorts=sorts)
+        arrived: Fingerprint = pickle.loads(pickle.dumps(sent))
+        plain = ("shape", "dtype", "numel", "nonfinite", "mask", "constant", "says_nothing")
+        assert all(getattr(arrived, name) == getattr(sent, name) for name in plain)
+        for name in ("moments", "projections", "magnitudes", "values"):
+            assert np.array_equal(getattr(arrived, name), getattr(sent, name)), name
+
+
+def test_a_tensor_of_one_value_or_few_numbers_says_nothing_unless_some_are_not_finite() -> None:
+    assert fingerprint(torch.full((64,), 3.0)).says_nothing
+    assert fingerprint(torch.ones(4, 1).expand(4, 16)).constant
+    assert fingerprint(X[:1]).says_nothing
+    assert not fingerprint(X).says_nothing
+    lost = torch.full((64,), 3.0)
+    lost[5] = math.nan
+    assert not fingerprint(lost).constant

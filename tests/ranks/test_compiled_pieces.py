@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from graftlab.ranks import compiled_runs
-from graftlab.ranks.compiled_pieces import _CompiledPart, _cuts, _lines_of
+from graftlab.ranks import compiled_pieces, compiled_runs
+from graftlab.ranks.compiled_pieces import _CompiledPart, _cuts, _lines_of, search_pieces
 
 
 def graph_of(*lines: tuple[str, Any, tuple[str, ...]]) -> list[fx.Node]:
@@ -106,3 +108,76 @@ def test_all_ranks_of_a_side_give_one_answer_on_a_compilation(
     call: Any = SimpleNamespace(mode=None, options={"backend": "eager"})
     found = compiled_runs.search_compiler(lambda: torch.ones(1), call, 1e-3, (), {})
     assert (found.pieces, agreed, found.compilations) == ("of all", [answer], 1)
+
+
+class Part:
+    """A part of a call of eight operations, which may be cut anywhere."""
+
+    cuts = tuple(range(9))
+    nodes = tuple(range(8))
+
+    def __init__(self, options: Any, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(compiled_pieces, "_CompiledPart", Part)
+    monkeypatch.setattr(compiled_pieces, "_with_backend", lambda call, part: part)
+    monkeypatch.setattr(compiled_pieces, "_lines_of", tuple)
+    return SimpleNamespace(options={})
+
+
+def test_the_smallest_wrong_part_is_found_wherever_it_is(parts: Any) -> None:
+    for last in range(8):
+        for first in range(last + 1):
+            tried: list[Any] = []
+
+            def is_right(part: Any, first: int = first, last: int = last, tried: list[Any] = tried) -> bool:
+                tried.append(part)
+                return not (part.begin <= first and last < part.end)
+
+            found = search_pieces(parts, is_right)
+            assert (found.lines, found.is_right_uncompiled) == (tuple(range(first, last + 1)), True)
+            # By halves from either end.
+            assert len(tried) <= 10
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_right"), [([False], False), ([None], True), ([True, True], True), ([True, None], True)]
+)
+def test_no_part_is_blamed_where_none_or_something_else_is_wrong(
+    answers: list[bool | None], is_right: bool, parts: Any
+) -> None:
+    left = list(answers)
+    found = search_pieces(parts, lambda part: left.pop(0))
+    assert (found.lines, found.is_right_uncompiled, left) == ((), is_right, [])
+
+
+@pytest.mark.parametrize(
+    ("needed", "found"),
+    [("c", "c"), ("bd", "bd"), ("ae", "ae"), ("abcde", "abcde"), ("", ""), ("x", "")],
+)
+def test_the_fewest_switches_that_make_a_result_right_are_found(
+    needed: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_force: dict[str, object] = {}
+
+    @contextlib.contextmanager
+    def patch(changes: dict[str, object]) -> Iterator[None]:
+        in_force.update(changes)
+        yield
+        in_force.clear()
+
+    # One has the value anyway, and one is not in this release.
+    config = SimpleNamespace(patch=patch, same=False, force_disable_caches=False, **dict.fromkeys("abcde", True))
+    monkeypatch.setattr(compiled_runs, "_SWITCHES", dict.fromkeys(["a", "b", "same", "c", "later", "d", "e"], False))
+    monkeypatch.setattr(compiled_runs, "_inductor_config", lambda: config)
+
+    def is_right(call: object) -> bool:
+        assert in_force.get("force_disable_caches") is True
+        assert "same" not in in_force
+        assert "later" not in in_force
+        return all(in_force.get(name) is False for name in needed)
+
+    assert compiled_runs._search_switches(None, is_right) == dict.fromkeys(found, False)  # type: ignore[arg-type]

@@ -245,7 +245,7 @@ def test_a_tap_that_was_never_measured_has_no_history() -> None:
     assert [key[1].name for key in history.since] == ["y"]
 
 
-def test_a_line_has_the_largest_difference_of_the_run_even_where_its_newest_is_smaller() -> None:
+def test_a_line_has_the_largest_difference_of_the_run_not_the_newest() -> None:
     frame = to_frame([row("h", step=0, rel_l2=0.5), row("h", step=1, rel_l2=1e-7)])
     assert [line.worst for line in tap_summaries(newest_rows(frame), history_of(frame, FLOOR))] == [0.5]
     assert [line.worst for line in tap_summaries([row("h", rel_l2=0.7)], history_of(frame, FLOOR))] == [0.7]

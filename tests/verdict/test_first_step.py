@@ -134,7 +134,7 @@ def test_the_optimizers_state_after_an_update_is_a_result_of_it_and_no_setting()
     assert "do not, first optimizer.momentum (by 0.1): the update itself differs." in first.sentence
 
 
-def test_only_weights_before_their_update_show_that_a_first_step_began_with_equal_ones() -> None:
+def test_only_weights_before_their_update_show_that_a_step_began_with_equal_ones() -> None:
     first = found({0: {1: 0.5}}, (WEIGHT, VALUE, UPDATED))
     assert first is not None
     assert "the weights agree, and the first tap that differs is y (by 0.5)." in first.sentence

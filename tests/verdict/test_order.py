@@ -107,7 +107,7 @@ def test_a_cosine_is_drawn_as_a_distance_above_zero() -> None:
     assert distances_in(frame, "rel_l2").tolist() == [0.5, 0.0, 1.0]
 
 
-def test_a_tag_with_the_name_of_a_column_of_rows_has_a_column_of_its_own() -> None:
+def test_a_tag_with_the_name_of_a_column_of_rows_has_a_separate_column() -> None:
     assert tag_columns(to_frame([row(own={"error": 3, "layer": 1})])) == ["recompute_status", "tag_error", "layer"]
 
 

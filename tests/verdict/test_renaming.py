@@ -67,7 +67,7 @@ def test_sides_that_share_a_name_or_have_no_taps_get_no_advice() -> None:
         assert pairing_advice(found, of_jobs=False) is None
 
 
-def test_a_side_with_fewer_taps_needs_a_pair_for_most_of_its_own() -> None:
+def test_a_side_with_fewer_taps_needs_pairs_for_most_of_those_alone() -> None:
     said = suggested_rename(run([f"model.{name}" for name in LAYERS], LAYERS[:4]))
     assert said is not None
     assert "pairs 4 names" in said

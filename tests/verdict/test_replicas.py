@@ -232,7 +232,7 @@ def test_only_inputs_that_differ_are_named_as_such() -> None:
     assert text_of_check(check(*taps), ["x", "y"]).startswith("The ranks' inputs differ: x. Under data parallelism")
 
 
-def test_later_copies_that_differ_follow_the_first_and_inferred_layouts_are_said_to_be() -> None:
+def test_later_copies_that_differ_follow_the_first_and_inferred_layouts_are_marked() -> None:
     names = [f"h.{n}.{part}" for n in range(2) for part in ("up", "down")]
     ranks = [[sketch(name, NUMBERS[0] + off * NUMBERS[1]) for name in names] for off in (0.0, 1e-3)]
     first, inferred = text_of_check(check(*ranks), []).splitlines()

@@ -1,0 +1,376 @@
+"""A call that a rank holds: what it returns and describes, from which numbers it is repeated, and what it leaves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import become_rank
+from torch import Tensor, nn
+
+from graftlab.grafting.self_graft import CallKey, CountingHandler
+from graftlab.ranks import held_call
+from graftlab.ranks.held_call import (
+    WEIGHT,
+    CallDescription,
+    HeldCall,
+    ScriptEnd,
+    WatchChoice,
+    arguments_by_name,
+    describe_call,
+    describe_result,
+    held_unit,
+    hold,
+    prepare_once,
+    widen_call,
+)
+from graftlab.ranks.widening import TrialOfRanks
+from graftlab.taps.routing import handled_by
+
+
+class Lister(CountingHandler):
+    """Lists the names and kinds of the taps that are reached."""
+
+    takes_data = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached: list[tuple[str, str | None]] = []
+
+    def take(self, place: CallKey, tags: dict[str, Any], own: Tensor) -> None:
+        self.reached.append((place[0], tags.get("kind")))
+
+
+def taps_of(held: HeldCall) -> list[tuple[str, str | None]]:
+    with handled_by(lister := Lister()):
+        held()
+    return lister.reached
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def of(call: Any, model: nn.Module, choice: WatchChoice = WatchChoice(), **state: Any) -> HeldCall:  # noqa: B008
+    return HeldCall(call, {"": model}, state, choice)
+
+
+@pytest.fixture(autouse=True)
+def on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    become_rank(monkeypatch, "target")
+    monkeypatch.setattr(held_call, "_held", None)
+
+
+def test_items_of_a_generator_are_results_up_to_a_number() -> None:
+    endless = of(lambda: (torch.tensor(float(n)) for n in itertools.count()), net())
+    assert len(endless()) == 1024
+    wide = of(lambda: (torch.ones(2).bfloat16() / 3 + n for n in range(3)), net())
+    own = [each.tolist() for each in wide().values()]
+    assert wide.widen_operators() is None
+    assert [each.tolist() for each in wide().values()] != own
+    wide.narrow()
+    assert [each.tolist() for each in wide().values()] == own
+
+
+def test_what_a_call_writes_is_shown_unless_it_is_made_once() -> None:
+    model = nn.BatchNorm1d(2)
+    x = torch.randn(4, 2)
+    held = of(lambda: model(x), model, x=x)
+    written = [path for path in held() if path]
+    assert written
+    held.prepare(False)
+    assert list(held()) == [""]
+    assert taps_of(held)
+    held.end()
+    assert not model._forward_hooks
+    assert held.is_released
+
+
+def test_a_description_keeps_its_numbers_when_the_next_call_overwrites_them() -> None:
+    out, model = torch.zeros(2), net()
+    x = torch.ones(2)
+
+    def call() -> Tensor:
+        return out.copy_(model(x).detach()).requires_grad_(False)
+
+    held = of(call, model, x=x)
+    described, result = held.describe(), held.describe_result()
+    expected = out.clone()
+    out.fill_(9.0)
+    for values in (described.plain, described.tapped, result.plain):
+        assert torch.equal(values[""], expected)
+    assert not of(lambda: model(x), model).describe().plain[""].requires_grad
+
+
+def test_weights_of_inference_mode_count_no_writes() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+        described = of(lambda: model(torch.ones(2)), model).describe()
+    assert described.writes_weights is False
+    assert described.not_repeated == ()
+
+
+def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request() -> None:
+    model = net()
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("bad\nmore")
+
+    model.insert(1, Failing())
+    held = of(lambda: model(torch.ones(2)), model)
+    for describe in (held.describe, held.describe_result):
+        with pytest.raises(ValueError, match="bad"):
+            describe()
+    described = held.describe(reports_failure=True)
+    assert (described.raises, described.plain, described.tapped) == ("ValueError: bad", {}, {})
+    assert "0" in described.taps
+    assert "2" not in described.taps
+    result = held.describe_result(reports_failure=True)
+    assert (result.raises, result.taps) == ("ValueError: bad", ())
+
+
+def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:
+    model = net()
+    most = 1 << 16
+    ids = torch.arange(most)
+    given = {"ids": ids, "many": torch.arange(most + 1), "x": torch.ones(2), "mask": torch.ones(2, dtype=torch.bool)}
+    numbers = of(lambda: model(torch.ones(2)), model, **given).describe().whole_numbers
+    assert len(numbers) == 1
+    ((_, found),) = numbers.items()
+    ids.fill_(0)
+    assert torch.equal(found, torch.arange(most))
+    # As the call finds them.
+    counter = torch.zeros(1, dtype=torch.int64)
+    counting = of(lambda: model(torch.ones(2)) + counter.add_(1), model, counter=counter).describe()
+    assert [each.tolist() for each in counting.whole_numbers.values()] == [[0]]
+
+
+def test_a_call_of_several_models_is_named_by_their_classes_once() -> None:
+    models: Mapping[str, nn.Module] = {"a.": nn.Linear(1, 1), "b.": nn.Linear(1, 1), "c.": nn.LayerNorm(1)}
+    described = HeldCall(lambda: torch.ones(1), models, {}, WatchChoice(), number=3, others={"Net": 2}).describe()
+    assert (described.model, described.number, described.others) == ("Linear and LayerNorm", 3, {"Net": 2})
+    named = HeldCall(lambda: torch.ones(1), models, {}, WatchChoice(), name="Linear[1]")
+    assert (named.describe_result().model, named.unit) == ("Linear[1]", ("call", 1))
+
+
+def test_a_backward_pass_that_fails_is_dropped() -> None:
+    model = net()
+
+    def call() -> Tensor:
+        made: Tensor = model(torch.ones(2))
+        made.register_hook(fail)
+        return made
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("no gradient\nof this")
+
+    held = of(call, model)
+    assert held.try_backward() == "ValueError: no gradient"
+    assert all(kind not in ("grad", "param_grad") for _, kind in taps_of(held))
+    assert held().keys() == {""}
+
+
+def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    unused = nn.Parameter(torch.ones(1))
+    model.register_parameter("unused", unused)
+    held = of(lambda: model(torch.ones(2)), model)
+    assert held.try_backward() is None
+    of_weights = [name for name, kind in taps_of(held) if kind == "param_grad"]
+    assert of_weights == ["2.bias", "2.weight", "0.weight"]
+    assert ("2", "grad") in taps_of(held)
+    # A result that needs no gradient has none.
+    both = of(lambda: (model(torch.ones(2)), torch.ones(1)), model)
+    assert both.try_backward() is None
+    held.drop_backward()
+    assert not [name for name, kind in taps_of(held) if kind in ("grad", "param_grad")]
+
+
+def test_results_have_gradients_of_their_own_that_are_the_same_each_time() -> None:
+    x = torch.ones(3, 4, dtype=torch.bfloat16)
+    one, other = (held_call._gradient_of(place, x) for place in range(2))
+    assert one.shape == x.shape
+    assert one.dtype == x.dtype
+    assert not torch.equal(one, other)
+    assert torch.equal(one, held_call._gradient_of(0, x.float()).bfloat16())
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        twice = nn.functional.relu(x) * 2
+        return twice + 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (WatchChoice(), {"0", "1", "input.input", "output"}),
+        (WatchChoice(include="name == '1'"), {"1", "input.input"}),
+        (WatchChoice(inputs=False), {"0", "1", "output"}),
+        (WatchChoice(functions=("relu",)), {"0", "1", "input.input", "output", "relu.out"}),
+        (WatchChoice(inside="1"), {"0", "1", "input.input", "output", "1.twice"}),
+    ],
+    ids=str,
+)
+def test_a_held_model_is_watched_as_it_was_chosen(choice: WatchChoice, names: set[str]) -> None:
+    model = net()
+    model[1] = Doubled()
+    held = of(lambda: model(torch.ones(2)), model, choice)
+    first, again = held.describe(), held.describe()
+    # Described twice, it is watched once.
+    assert first.taps == again.taps
+    reached = [name for name, _ in taps_of(held)]
+    assert len(reached) == len(set(reached))
+    assert {"0", "1", "input.input", "output", "1.twice", "relu.out"} & {*reached} == names
+
+
+class Zeros(CountingHandler):
+    """Makes weights zero."""
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        with torch.no_grad():
+            value.zero_()
+        return value
+
+    def take(self, place: CallKey, tags: dict[str, Any], own: Tensor) -> None:
+        raise AssertionError
+
+
+def test_repetitions_and_the_script_continue_with_weights_that_taps_have_set() -> None:
+    model, x = net(), torch.ones(2)
+    held = of(lambda: model(x), model, x=x)
+    assert held()[""].abs().sum() > 0
+    with handled_by(Zeros()):
+        held.take_weights()
+    assert held()[""].tolist() == [0.0, 0.0]
+    assert held.widen({}, {}) is not None or held.narrow() is None
+    held.end()
+    assert model(x).tolist() == [0.0, 0.0]
+
+
+def test_numbers_that_a_call_reads_are_those_of_its_arguments_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(2).bfloat16()
+    x = torch.ones(3, 2)
+
+    def call() -> Tensor:
+        return model(x.add_(1).bfloat16())
+
+    held = of(call, model, x=x, ids=torch.arange(2))
+    held()
+    numbers = held.numbers()
+    assert numbers is not None
+    # As the call finds them.
+    assert any(torch.equal(each, torch.ones(3, 2)) for each in numbers.values())
+    assert all(each.is_floating_point() for each in numbers.values())
+    assert not any(path.endswith(WEIGHT) for path in numbers)
+    dtypes = held.dtypes()
+    assert {path: dtype for path, dtype in dtypes.items() if path.endswith(WEIGHT)} == {
+        f"weight{WEIGHT}": torch.bfloat16,
+        f"bias{WEIGHT}": torch.bfloat16,
+    }
+    assert torch.int64 not in dtypes.values()
+    size = sum(each.nbytes for each in numbers.values())
+    monkeypatch.setattr(held_call, "_MOST_NUMBERS", size)
+    assert held.numbers() is not None
+    monkeypatch.setattr(held_call, "_MOST_NUMBERS", size - 1)
+    assert held.numbers() is None
+
+
+def test_a_call_is_repeated_in_float32_from_given_numbers_and_then_from_its_own() -> None:
+    model, x = net().bfloat16(), torch.randn(2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    held = of(lambda: model(x), model, x=x)
+    own = held()[""]
+    (path,) = [path for path in held.dtypes() if not path.endswith(WEIGHT)]
+    assert held.widen({}, {}) is None
+    wide = held()[""]
+    assert wide.dtype == torch.float32
+    assert torch.allclose(wide, own.float(), rtol=0.1, atol=0.1)
+    held.narrow()
+    assert torch.equal(held()[""], own)
+    assert held.widen({path: torch.zeros(2)}, {"unknown": torch.bfloat16}) is None
+    zeros = held()[""]
+    assert not torch.equal(zeros, wide)
+    held.narrow()
+    third = torch.full((2,), 1 / 3)
+    assert held.widen({path: third}, {path: torch.bfloat16}) is None
+    rounded = held()[""]
+    held.narrow()
+    assert held.widen({path: third.bfloat16().float()}, {}) is None
+    assert torch.equal(held()[""], rounded)
+    held.end()
+    assert model[0].weight.dtype == x.dtype == torch.bfloat16
+
+
+def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:
+    model = net()
+    held = of(lambda: model(torch.ones(2)), model)
+    assert held.try_backward() is None
+    assert held.widen_operators() == "it has a backward pass"
+    assert held.own_rounding() is None
+
+
+def test_the_coarsest_rounding_of_a_call_and_what_stays_in_16_bits_are_reported() -> None:
+    model, x = net(), torch.linspace(-1, 2, 2)
+    held = of(lambda: (x.half() / 3, x.bfloat16() / 3), model, x=x)
+    found = held.own_rounding()
+    assert found is not None
+    assert found[0] == "bfloat16"
+    # That of the result that is farther away.
+    assert found[1] > 6e-4
+    assert of(lambda: model(x), model).own_rounding() is None
+    assert held.left_in_16_bits == []
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_only_a_side_of_one_rank_reports_an_exception_as_a_description(
+    rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call() -> Tensor:
+        raise ValueError("bad")
+
+    hold(of(call, net()))
+    monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
+    for describe in (describe_call, describe_result):
+        if size == 1:
+            described = describe()
+            assert isinstance(described, CallDescription)
+            assert described.raises == "ValueError: bad"
+        else:
+            with pytest.raises(ValueError, match="bad"):
+                describe()
+
+
+def test_a_script_that_has_ended_is_reported_in_place_of_a_call() -> None:
+    end = ScriptEnd("ValueError: bad")
+    hold(end)
+    assert describe_call() is describe_result() is prepare_once(False) is held_unit() is end
+
+
+def test_each_rank_widens_its_call_with_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Asked(HeldCall):
+        def __init__(self) -> None: ...
+
+        def widen(self, numbers: Any, rounded: Any, trial: TrialOfRanks | None = None) -> str | None:
+            asked.append((numbers, rounded, trial is not None))
+            return None
+
+    hold(Asked())
+    first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
+    for rank, size in ((0, 1), (1, 2)):
+        monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
+        widen_call([first, second], {}, "/nowhere")
+    assert asked == [(first, {}, False), (second, {}, True)]
+
+
+def test_arguments_are_named_by_place_or_keyword() -> None:
+    assert arguments_by_name((1, 2), {"x": 3}) == {"args[0]": 1, "args[1]": 2, "x": 3}
