@@ -131,7 +131,7 @@ def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:
     assert _not_checked([call(X)], [call(X, X * (1 + 1e-7))]) == []
 
 
-def test_backward_passes_are_compared_of_results_of_one_shape_that_all_need_gradients() -> None:
+def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> None:
     needs, other = call(X, needs_backward=True), call(X[:1], needs_backward=True)
     assert why_no_backward([needs, needs]) is None
     assert why_no_backward([needs, call(X)]) == "the results of one side alone need gradients"
