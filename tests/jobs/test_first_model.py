@@ -68,7 +68,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, Any]) -> tup
         ({"watch_functions": "relu, "}, {"linear", "output", "relu.out"}),
         ({"watch_inside": "output"}, {"linear", "output"}),
     ],
-    ids=str,
 )
 def test_the_first_model_is_watched_as_the_settings_say(
     settings: dict[str, Any], taps: set[str], monkeypatch: pytest.MonkeyPatch

@@ -1021,3 +1021,13 @@ def test_the_order_of_dims_is_that_of_a_permutation_alone() -> None:
     ]
     assert orders == [(0, 1, 2), (2, 0, 1), None, None]
     assert _order_of_dims(parse_layout("a b c -> c b a | part(dim=0, index=0, of=[1, 1])"), 3) is None
+
+
+def test_a_guess_reaches_neither_a_plan_nor_its_rules() -> None:
+    sure, rule, guess = Pair("up", "fc1"), Pair("act", "gelu", sureness="rule"), Pair("down", "fc2", sureness="guess")
+    proposal = Proposal((sure, rule, guess))
+    assert [each.target for each in proposal.plan_pairs()] == ["fc1", "gelu"]
+    assert [each["target"] for each in proposal.rules()] == ["fc1", "gelu"]
+    assert proposal.graftable == (sure,)
+    # Unless a person has accepted it.
+    assert [each.target for each in proposal.accept("fc2").plan_pairs()] == ["fc1", "gelu", "fc2"]

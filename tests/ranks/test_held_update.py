@@ -193,3 +193,15 @@ def test_a_step_that_depends_on_more_than_it_is_given_does_not_repeat() -> None:
 
     held = HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1)
     assert held.describe().not_repeated
+
+
+def test_sparse_gradients_are_left_out_of_the_description() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    head = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], lr=0.1)
+    head(table(torch.tensor([1]))).sum().backward()
+    step = partial(torch.optim.SGD.step, optimizer)
+    models = {"Table": table, "Head": head}
+    described = HeldUpdate(step, optimizer, models, GradientWatch(), {}, number=1, calls=1).describe()
+    assert {name.rpartition(".")[2] for name in described.gradients} == {"weight", "bias"}
+    assert len(described.gradients) == 2

@@ -218,7 +218,6 @@ class Doubled(nn.Module):
         (WatchChoice(functions=("relu",)), {"0", "1", "input.input", "output", "relu.out"}),
         (WatchChoice(inside="1"), {"0", "1", "input.input", "output", "1.twice"}),
     ],
-    ids=str,
 )
 def test_a_held_model_is_watched_as_it_was_chosen(choice: WatchChoice, names: set[str]) -> None:
     model = net()

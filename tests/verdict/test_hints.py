@@ -157,3 +157,21 @@ def test_of_a_long_permutation_the_beginning_is_shown(monkeypatch: pytest.Monkey
     assert "permuted (the target has the baseline's 3, 1, 4, 0, 5, 2, 6, 7)" in str(
         hint_of(x[:8], x[[each for each in order if each < 8]])
     )
+
+
+def test_a_span_is_described_by_its_end_its_beginning_or_its_part() -> None:
+    def said(first: int, last: int, dim: int = 1) -> str:
+        index = (*[slice(None)] * dim, slice(first, last + 1))
+        return str(hint_of(X, changed(index, lambda x: x + noise(x)))).partition(" (explains")[0]
+
+    begin = "the sides differ only at indices"
+    assert said(3, 4) == f"{begin} 3-4 of dim 1"
+    assert said(0, 1) == f"{begin} 0-1 of dim 1 (the first 2)"
+    assert said(2, 3) == f"{begin} 2-3 of dim 1 (equal part 1 of 0-5)"
+    assert said(10, 11) == f"{begin} 10-11 of dim 1 (to the end)"
+    assert said(0, 1, 3) == f"{begin} 0-1 of dim 3 (equal part 0 of 0-3)"
+    assert said(0, 2, 3) == f"{begin} 0-2 of dim 3 (the first 3)"
+
+
+def test_nothing_is_a_multiple_of_zeros() -> None:
+    assert "times" not in str(hint_of(torch.zeros(8), X.flatten()[:8]))

@@ -129,3 +129,11 @@ def test_small_values_of_one_call_are_not_equal_beside_large_ones_of_another() -
     one = np.array([[1.0, 2.0], [1e6, 2e6]])
     assert _equal(one, one * [[1.01], [1.0]], 1e-5) == [False, True]
     assert _equal(one, one + np.array([[0.0, 0.0], [1e-3, 0.0]]), 1e-5) == [True, True]
+
+
+def test_gradients_and_rows_without_statistics_do_not_show_steps() -> None:
+    later = [("x", noise, ahead(noise, 2))]
+    assert find_misaligned_steps(to_frame(list(rows(later)))) is not None
+    gradients = rows(later, tags={"name": "x", "kind": "grad"})
+    assert find_misaligned_steps(to_frame(list(gradients))) is None
+    assert find_misaligned_steps(to_frame(list(rows(later, mean_target=None)))) is None

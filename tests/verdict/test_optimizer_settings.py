@@ -68,6 +68,10 @@ def test_weights_that_an_optimizer_lacks_are_named_once() -> None:
     assert found.values == {"lr": "", "beta": ""}
     found = difference([updated("a", 1), setting("lr")], {"lr": ([nan], [1.0])})
     assert found.lacking == ("The baseline's optimizer does not have 1 of 1 weights: a.",)
+    # Neither has it.
+    found = difference([updated("a", 1), updated("b", 2), setting("lr")], {"lr": ([nan, 1.0], [nan, 2.0])})
+    assert found.lacking == ()
+    assert found.values == {"lr": "1 on the baseline, 2 on the target for 1 of 2 weights: b"}
 
 
 def test_more_pairs_of_values_than_three_are_counted() -> None:

@@ -101,6 +101,13 @@ def test_without_a_noise_floor_only_pairs_with_one_finite_number_diverge() -> No
     assert taps.suspects(1e-5).tolist() == [True, True]
 
 
+def test_a_column_of_text_cannot_be_drawn() -> None:
+    frame = pd.DataFrame({"note": ["cut", None], "rel_l2": [None, 0.5]})
+    with pytest.raises(ValueError, match="column 'note' cannot be drawn, it holds 'cut'; choose a numeric one"):
+        distances_in(frame, "note")
+    assert distances_in(frame, "rel_l2")[1] == 0.5
+
+
 def test_a_cosine_is_drawn_as_a_distance_above_zero() -> None:
     frame = pd.DataFrame({"cosine": [0.25, 1.0, None], "rel_l2": [0.5, 0.0, 1.0]})
     assert distances_in(frame, "cosine").tolist()[:2] == [0.75, 2.0**-53]

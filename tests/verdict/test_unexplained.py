@@ -427,6 +427,14 @@ def test_returned_values_are_near_only_if_all_were_compared_and_are() -> None:
     assert not ReturnedValues(returned(near).differences, (), ("[1] is lost",)).are_near
 
 
+def test_written_state_does_not_tell_whether_returned_values_are_whole_numbers() -> None:
+    whole = ("", 0.0, ("int64", "int64"))
+    assert returned(whole, (written_path("cache"), 0.0, PAIR)).are_whole_numbers
+    assert not returned(whole, ("[1]", 0.0, PAIR)).are_whole_numbers
+    assert not returned((written_path("ids"), 0.0, ("int64", "int64"))).are_whole_numbers
+    assert not returned((written_path("ids"), 0.0, ("int64", "int64")), ("", 0.0, PAIR)).has_whole_numbers
+
+
 def test_the_farthest_returned_value_leads_and_the_output_is_no_inner_tap() -> None:
     values = returned(("['a']", 0.1, PAIR), ("['b']", 0.5, PAIR))
     (said,) = unexplained(tap("x", 1), returned=values).no_tap_explains()

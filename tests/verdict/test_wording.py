@@ -26,7 +26,7 @@ from graftlab.verdict.lines import (
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
-from graftlab.verdict.wording import Findings, JobRemarks, _is_coarse, _ranks, text_of
+from graftlab.verdict.wording import ADD_TAPS, Findings, JobRemarks, _is_coarse, _ranks, text_of
 
 
 def tap(
@@ -539,3 +539,26 @@ def test_groups_without_lines_keep_their_places_between_those_with_lines() -> No
     lines = [line("b", side) for side in ("target", "baseline")]
     shown = text_of(Findings(frame_of(*(tap(name, 9.0) for name in "abc")), 5.0, 1, lines=lines)).splitlines()
     assert [text.split()[0] for text in shown[:6]] == ["a", "b", "The", "target", "baseline", "c"]
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_side_that_does_not_repeat_itself_is_named_first(side: str) -> None:
+    changed = {"target_not_repeated" if side == "target" else "not_repeated": ["a", "b"]}
+    text = text_of(replace(Findings(frame_of(tap("h", 90.0)), 5.0, 1), **changed))  # type: ignore[arg-type]
+    assert text.startswith(f"The {side} does not repeat itself: run twice, it differs at a, b. Do not rely on anything")
+
+
+def test_without_a_compared_tap_the_advice_follows_from_whether_both_sides_have_taps() -> None:
+    nothing = Findings(frame_of(), 5.0, 1)
+    begin = "Nothing was compared: no tap was measured on both sides."
+    assert text_of(nothing) == f"{begin} {ADD_TAPS}."
+    assert text_of(replace(nothing, pairing_advice="Match them")) == f"{begin} Match them."
+    inputs = Findings(frame_of(tap("input.x", 90.0, kind="input")), 5.0, 1, inputs=["input.x@input"])
+    assert text_of(inputs).startswith(f"Apart from inputs, no tap was measured on both sides. {ADD_TAPS}.")
+    assert "both sides. Match them." in text_of(replace(inputs, pairing_advice="Match them"))
+    lost = replace(
+        inputs, frame=frame_of(tap("input.x", 90.0, kind="input"), {**tap("h", math.nan), "label": "unmeasured"})
+    )
+    assert text_of(lost).startswith(
+        "Apart from inputs, nothing was compared: no tap has a number that is finite on both"
+    )

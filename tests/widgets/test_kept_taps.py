@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
+from graftlab.widgets.dashboard import VerdictView
 from graftlab.widgets.kept_taps import TapOption, concerns, default_option, kept_options, other_options
 from graftlab.widgets.tap_chooser import TapChooser
+from graftlab.widgets.tap_explorer import TapExplorer, as_floor
 
 
 def kept(name: str = "out", side: str = "target", rank: int = 0, **tags: Any) -> dict[str, Any]:
@@ -101,3 +104,37 @@ def test_ranks_that_are_too_busy_to_answer_leave_the_taps_that_are_known() -> No
     assert (chooser._kept, chooser._is_asking, chooser._asked_at) == (["known"], False, (1, 7))
     assert chooser._next_asking > 0
     assert shown == ["fill", "show"]
+
+
+def test_a_pair_that_is_older_than_the_row_in_the_table_is_marked() -> None:
+    held = [kept(layer=3), {**kept(layer=3), "step": 1}, {**kept(layer=4), "step": 9}, {**kept("b"), "step": 9}]
+    explorer: Any = SimpleNamespace(_panel=SimpleNamespace(session=SimpleNamespace(kept=lambda: held)))
+
+    def note(step: int, **tags: Any) -> str:
+        line = SimpleNamespace(row=SimpleNamespace(step=step, tags={**kept(**tags), "step": step}))
+        return TapExplorer._step_note(explorer, line)  # type: ignore[arg-type]
+
+    assert note(3, layer=3) == note(2, layer=3) == ""
+    assert "This pair is from step 3. The table shows step 4, but no pair of it is kept." in note(4, layer=3)
+    # Of another tap, none is shown.
+    assert note(4, layer=7) == ""
+
+
+@pytest.mark.parametrize("floor", [None, 0, 0.5, 2])
+def test_a_noise_floor_of_a_page_is_a_finite_number(floor: float | None) -> None:
+    assert as_floor(floor) == floor
+    assert type(as_floor(floor)) in (float, type(None))
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.inf, math.nan, True, "0.5", [1]])
+def test_what_is_no_noise_floor_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="a noise floor is a finite number of at least 0, not"):
+        as_floor(value)
+
+
+def test_a_saved_notebook_has_the_result_of_a_verdict_and_not_its_announcement() -> None:
+    view: Any = SimpleNamespace(_is_announced=False, _result=SimpleNamespace(value="<p>x differs</p>"))
+    assert VerdictView.static_html(view) == '<div class="graftlab-verdict-text"><p>x differs</p></div>'
+    view._is_announced = True
+    assert VerdictView.static_html(view) == ""
+    assert VerdictView.static_html(SimpleNamespace(_is_announced=False, _result=SimpleNamespace(value=""))) == ""  # type: ignore[arg-type]

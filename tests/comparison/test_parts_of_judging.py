@@ -1,0 +1,154 @@
+"""What a comparison of calls reads of their descriptions before anything runs, and which numbers it hands over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlab.comparison import held_calls
+from graftlab.comparison.held_calls import (
+    ComparisonStopped,
+    _not_checked,
+    _other_batch,
+    _part_near,
+    _unequal_numbers,
+    _without_taps,
+    described,
+    dtypes_to_round,
+    known_at,
+    why_no_backward,
+)
+from graftlab.diffs.results import ResultDifference, written_path
+from graftlab.errors import SessionError, WaitInterrupted
+from graftlab.ranks.held_call import WEIGHT, CallDescription
+
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+PAIR = ("float32", "float32")
+
+
+def call(plain: Tensor | dict[str, Tensor], tapped: Tensor | None = None, **more: Any) -> CallDescription:
+    values = {"": plain} if isinstance(plain, Tensor) else plain
+    given: dict[str, Any] = {"needs_backward": False, "taps": ("a", "b"), **more}
+    return CallDescription("Net", 1, plain=values, tapped=values if tapped is None else {"": tapped}, **given)
+
+
+def test_the_part_of_a_whole_that_a_rank_has_is_the_nearest_one_if_it_is_near() -> None:
+    second = X[:, 4:]
+    found = _part_near(X, second + 1e-3)
+    assert found is not None
+    assert torch.equal(found, second)
+    assert found.is_contiguous()
+    assert torch.equal(_part_near(X, X[1:]), X[1:])  # type: ignore[arg-type]
+    for other in (-second, X[:1, :4], X[:, :3], X[:, :0], X[0], X[None]):
+        assert _part_near(X, other) is None
+
+
+def test_numbers_of_a_part_or_of_another_dtype_are_the_baselines_in_the_targets_form() -> None:
+    assert _unequal_numbers({"x": X}, {"x": X[:, 4:].contiguous()}, False) == {}
+    moved = X[:, 4:] + 1e-3
+    (found,) = (_unequal_numbers({"x": X}, {"x": moved}, False) or {}).values()
+    assert torch.equal(found, X[:, 4:])
+    rounded = X.bfloat16()
+    assert _unequal_numbers({"x": X}, {"x": rounded}, False) == {}
+    (found,) = (_unequal_numbers({"x": X}, {"x": rounded + 1}, False) or {}).values()
+    assert torch.equal(found, rounded)
+    for unsent in (None, "too large"):
+        assert _unequal_numbers(unsent, {"x": X}, True) is _unequal_numbers({"x": X}, unsent, True) is None
+
+
+def test_numbers_are_rounded_as_the_other_side_has_them() -> None:
+    wide, half, brain = torch.float32, torch.float16, torch.bfloat16
+    weight, other = f"a{WEIGHT}", f"b{WEIGHT}"
+    assert dtypes_to_round({"x": wide, "y": wide, "z": half}, {"x": half, "y": wide, "z": brain}) == {"x": half}
+    # A weight with another name has the dtype of all others.
+    assert dtypes_to_round({weight: wide}, {other: brain}) == {weight: brain}
+    assert dtypes_to_round({weight: wide}, {other: brain, f"c{WEIGHT}": half}) is None
+    assert dtypes_to_round({weight: wide}, {other: wide, f"c{WEIGHT}": torch.float64}) == {}
+    # What is no weight and has no partner is left as it is.
+    assert dtypes_to_round({"x": wide}, {other: brain}) == {}
+
+
+def test_taps_pair_by_names_unless_results_have_other_shapes_that_are_no_parts() -> None:
+    one, other = call(X), call(X[:1])
+    pairs = held_calls._pair_by_names
+    assert pairs([one], [one])
+    assert not pairs([one], [other])
+    assert pairs([one], [call({"y": X[:1]})])
+    assert not pairs([one], [call(X, taps=("c", "d"))])
+    # Ranks may have parts of a batch, and so may the calls before one update.
+    assert pairs([one], [other, other])
+    assert pairs([one, one], [other])
+    assert pairs([one], [call(X[:1], needs_backward=True)])
+
+
+def test_calls_of_batches_of_different_sizes_are_said_to_be() -> None:
+    (said,) = _other_batch([call(X)], [call(X[:1])])
+    assert said.startswith("The calls have batches of different sizes, 2 on the baseline and 1 on the target")
+    scalar = torch.tensor(1.0)
+    assert _other_batch([call({"": X, "loss": scalar})], [call({"": X[:1], "loss": scalar})]) == [said]
+    same: list[tuple[list[CallDescription], list[CallDescription]]] = [
+        ([call(X)], [call(X)]),
+        ([call(X)], [call(X[:1, :4])]),
+        ([call({"": X, "y": X})], [call({"": X[:1], "y": X})]),
+        ([call(X)], [call(X[:1]), call(X[:1])]),
+        ([call(X), call(X)], [call(X[:1])]),
+        ([call(scalar)], [call(scalar)]),
+        ([call({"a": X})], [call({"b": X})]),
+    ]
+    for ours, theirs in same:
+        assert _other_batch(ours, theirs) == []
+
+
+def test_what_taps_switch_off_is_named_with_the_farthest_result() -> None:
+    plain, tapped = X * 1.5, X
+    differences = [ResultDifference("['a']", 0.2, PAIR), ResultDifference("", 0.5, PAIR)]
+    ours = call(X)
+    (said,) = _without_taps([ours], [call(plain, tapped)], differences, 5.0)
+    assert said.startswith("Without taps the results differ by 0.5, and with taps by 0: the difference arises in code")
+    # With taps they differ as much; a side that taps move as far explains it; rounding does.
+    assert _without_taps([ours], [call(plain)], differences, 5.0) == []
+    assert _without_taps([call(X * 2, X)], [call(X * 3, X)], differences[:1], 5.0) == []
+    assert _without_taps([ours], [call(plain, tapped)], [ResultDifference("", 1e-6, PAIR)], 5.0) == []
+
+
+def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:
+    ours = call({"": X, written_path("cache"): X}, not_compared=("a cache",), others={"Draft": 2, "Head": 1})
+    theirs = call(X * 1.5, X, not_compared=("a cache",))
+    found = _not_checked([ours, ours], [theirs])
+    assert found[0] == "a cache: it is large, or not the same when the call is repeated."
+    assert any("cache" in each for each in found[1:2])
+    assert "what the target computes without taps: with them its result changes by 0.33, as where hooks" in found[-1]
+    assert found.count(found[0]) == 1
+    assert (
+        "other models that the baseline has called: Draft (2 calls), Head (1 call); --model NAME chooses one." in found
+    )
+    # Whole numbers do not round.
+    assert len(_not_checked([call(X.long())], [call(X.long(), X.long() + 1)])) == 1
+    assert _not_checked([call(X)], [call(X, X * (1 + 1e-7))]) == []
+
+
+def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> None:
+    needs, other = call(X, needs_backward=True), call(X[:1], needs_backward=True)
+    assert why_no_backward([needs, needs]) is None
+    assert why_no_backward([needs, call(X)]) == "the results of one side alone need gradients"
+    assert why_no_backward([needs, other]) == "results of different shapes have no gradients in common"
+
+
+def test_a_rank_that_does_not_describe_its_call_is_named() -> None:
+    run: Any = SimpleNamespace(baseline=[call(X)], target=[call(X), None])
+    with pytest.raises(SessionError, match=r"compare: target\[1\] did not describe its call: None"):
+        described(run)
+    run.target.pop()
+    assert described(run) == (run.baseline, run.target)
+
+
+def test_what_an_interrupted_comparison_has_found_is_kept() -> None:
+    assert known_at(KeyboardInterrupt("3 of 4 taps had a partner.", 5)) == ["3 of 4 taps had a partner."]
+    assert known_at(WaitInterrupted("the wait was stopped")) == []
+    stopped = ComparisonStopped(["One.", "Two."])
+    assert known_at(stopped) == ["One. Two."]
+    assert str(ComparisonStopped([])).endswith("both sides have ended. Nothing was judged yet.")
