@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.deadline import DEADLINE
 from kit.pages import Browser, Screen, page_of
 from kit.support import own_value, reset, run_cell, wait_until
 
@@ -487,9 +488,27 @@ def test_the_error_of_an_older_draft_is_not_marked_in_newer_text(
     assert (screen.page.error, screen.editor.editor.error_line) == ("", None)
 
 
+def hold_tries(session: gl.Session, patch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
+    """Let each try wait for the event; returns the texts of those that have begun, and the event."""
+    begun: list[str] = []
+    go = threading.Event()
+    trying = session.try_transform
+
+    def try_later(spec: Any, **given: Any) -> Any:
+        begun.append(spec.text)
+        assert go.wait(DEADLINE)
+        return trying(spec, **given)
+
+    patch.setattr(session, "try_transform", try_later)
+    return begun, go
+
+
 @pytest.mark.ranks
-def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(session: gl.Session, show: Show) -> None:
+def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(
+    session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = show(session, limit=0.3)
+    _, go = hold_tries(session, monkeypatch)
     pids = [rank.pid for rank in session.ranks]
     screen.type(source("while True: pass"))
     screen.click("try")
@@ -497,6 +516,7 @@ def test_a_loop_ends_at_the_limit_with_the_buttons_back_and_the_ranks_unharmed(s
     assert screen.busy == "trying on x · layer=4 · target[0] …"
     assert screen.find("try").disabled
     assert screen.find("apply").disabled
+    go.set()
     screen.settle()
     assert "✗ failed: the draft did not end within 0.3 s" in screen.result
     assert not screen.find("try").disabled
@@ -509,11 +529,7 @@ def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
     session: gl.Session, show: Show, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = show(session, limit=0.3)
-    ran: list[str] = []
-    trying = session.try_transform
-    monkeypatch.setattr(
-        session, "try_transform", lambda spec, **given: (ran.append(spec.text), trying(spec, **given))[1]
-    )
+    ran, go = hold_tries(session, monkeypatch)
     screen.type(source("while True: pass"))
     screen.click("try")
     screen.browser.kernel_works()
@@ -526,6 +542,7 @@ def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
     assert screen.busy.endswith("(2 waiting)")
     # In place of the keys, which would stand beside what is in progress.
     assert screen.editor._keys.layout.display == "none"
+    go.set()
     screen.settle()
     assert screen.editor._keys.layout.display is None
     assert ran == [source("while True: pass"), DOUBLES, TEMPLATE]
