@@ -12,8 +12,8 @@ from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.wording import NOT_CHECKED
 
 _NARROW = ("bfloat16", "float16")
-# What reads a moved cache may differ by more than the cache, but not by much.
-_MOST = 3.0
+# A query may read mainly the few tokens that were moved, so it differs by more than their whole sequence.
+_MOST = 10.0
 
 
 def moved_by_flips(compared: Verdict) -> dict[str, float]:
@@ -38,7 +38,7 @@ def doubts_after_flips(compared: Verdict, flipped: Mapping[str, float]) -> list[
     """Sentences on why a call that differs may be right; none if it cannot be.
 
     ``flipped`` has how far taps were off in earlier calls, see :func:`moved_by_flips`. If those calls wrote a cache
-    that was not compared, it is off likewise, and so is what reads it: by about as much, and at the same taps.
+    that was not compared, it is off likewise, and so is what reads it: in the modules whose own taps were off.
     """
     found = compared.findings
     if not flipped or found.data or found.unexplained or found.following or found.origins is None:
@@ -47,13 +47,23 @@ def doubts_after_flips(compared: Verdict, flipped: Mapping[str, float]) -> list[
     groups = list(dict.fromkeys(row["group"] for row in named))
     if not named or not {*groups} <= {*found.origins.not_compared}:
         return []
-    if any(row["dtype"] not in _NARROW or row["added"] > _MOST * flipped.get(row["name"], 0.0) for row in named):
+    by_module: dict[str, float] = {}
+    for name, off in flipped.items():
+        by_module[_module_of(name)] = max(by_module.get(_module_of(name), 0.0), off)
+    moved = {row["name"]: by_module.get(_module_of(row["name"]), 0.0) for row in named}
+    if any(row["dtype"] not in _NARROW or row["added"] > _MOST * moved[row["name"]] for row in named):
         return []
     worst = max(named, key=lambda row: row["added"])
+    name, module = worst["name"], _module_of(worst["name"])
     return [
-        f"In an earlier call rounding to {worst['dtype']} alone had moved {worst['name']} by "
-        f"{flipped[worst['name']]:.2g}, as where it changes a router's choice, and here the tap adds no more than "
-        f"{worst['added']:.2g}. What that call wrote, such as a cache, was not compared, so what is named below may be "
-        "right. Compare both sides in float32 to find out.",
+        f"In an earlier call rounding to {worst['dtype']} alone had moved taps in {module} by up to "
+        f"{moved[name]:.2g}, as where it changes a router's choice. What that call wrote, such as a cache, was not "
+        f"compared, so {name}, which adds {worst['added']:.2g} here, may be right, and whatever is named below. "
+        "Compare both sides in float32 to find out.",
         f"{NOT_CHECKED}what earlier calls wrote for {first_of(groups)}, such as a cache.",
     ]
+
+
+def _module_of(name: str) -> str:
+    """The path of the module that a tap is in."""
+    return name.rpartition(".")[0]
