@@ -30,13 +30,14 @@ from graftlab.diffs.results import (
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.errors import GraftError, MatchError
 from graftlab.matching.rounds import INTERRUPTED
-from graftlab.plan.pairs import outputs_move_rows
+from graftlab.plan.pairs import TapCallName, outputs_move_rows
 from graftlab.ranks.held_call import (
     CallDescription,
     own_rounding,
     repeat_call,
 )
 from graftlab.ranks.widening import NARROW
+from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -88,6 +89,7 @@ def judge_held_calls(
     trusted = not remarks
     is_first = all(each.number <= 1 for each in (*baseline, *target))
     wide: Verdict | None = None
+    merged: str | None = None
     not_in_float32: list[str] = []
     if trusted:
         try:
@@ -105,6 +107,8 @@ def judge_held_calls(
                 else "the calls agree to rounding"
             )
             wider = wide.findings.looked_in
+            merged = None if proposal is None else _merged_weights(wide.findings, narrow, proposal)
+            remarks += [merged] if merged else []
             remarks.append(f"In {dtypes} {what}. In {wider}, from the same numbers, they differ:")
         verdict = wide
     if proposal is not None:
@@ -115,6 +119,8 @@ def judge_held_calls(
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
     answer = answer_of(verdict.findings, trusted, known)
+    if merged and answer == "differ":
+        answer = "inconclusive"
     looked = verdict.findings.in_float32 is not None
     if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
         answer = "inconclusive"
@@ -193,6 +199,24 @@ def _rounds_earlier(
                 "softmax. To compare what else they compute, let both return one dtype."
             )
     return None
+
+
+def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal) -> str | None:
+    """A sentence if all that differs in float32 has weights without a partner, as merged ones are, and differs by no
+    more than their rounding to these dtypes; else None.
+    """
+    named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
+    if wide.unexplained or not len(named) or not (named["added"] <= max(map(roundoff, dtypes), default=0.0)).all():
+        return None
+    parsed = map(TapCallName.of, proposal.unmatched_baseline)
+    alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
+    if not all(any(weight.startswith(f"{name}.") for weight in alone) for name in named["name"]):
+        return None
+    return (
+        f"Weights of {first_of(list(dict.fromkeys(named['group'])))} have no partner, as where the target has merged "
+        f"them with others. Their rounding to {' and '.join(dtypes)} may explain what follows (up to "
+        f"{named['added'].max():.2g}), and so may a mistake. Merge them on both sides, or compare both in float32."
+    )
 
 
 def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:

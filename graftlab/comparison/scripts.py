@@ -17,6 +17,7 @@ from graftlab.base.text import counted, listed
 from graftlab.base.world import Side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
+from graftlab.comparison.flipped_choices import doubts_after_flips, moved_by_flips
 from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
     SIDES,
@@ -176,6 +177,8 @@ class _HeldInTurn:
         self._judged_by = math.inf
         # By weight, the distance of its gradients in calls that agree.
         self._apart: dict[str, float] = {}
+        # By tap, how far rounding moved it in an earlier call, where that is far more than one rounding.
+        self._flipped: dict[str, float] = {}
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
         # The calls that show no difference but were compared too little to agree, by their place among the models.
@@ -412,6 +415,9 @@ class _HeldInTurn:
             compared = self._refused(compared)
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
+        if compared.answer == "differ" and (doubts := doubts_after_flips(compared, self._flipped)):
+            compared = replace(compared, answer="inconclusive", remarks=(*doubts, *compared.remarks))
+        self._flipped |= moved_by_flips(compared)
         self._models.append(models[0])
         for line in compared.text.splitlines():
             if line.startswith(NOT_CHECKED):

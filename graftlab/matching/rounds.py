@@ -14,6 +14,8 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import CallKey, call_of, row_orders
+from graftlab.matching.search import applied
+from graftlab.matching.sketch import roundoff_of
 from graftlab.matching.suspects import NOTE, copies, suspects
 from graftlab.matching.weight_taps import with_weights, without_weights
 
@@ -27,6 +29,9 @@ INTERRUPTED = "the match was interrupted; this is what was found by then, and la
 
 ROUNDS = 12
 GUESSES = 6
+# A tap is no partner of one that another tap is nearer to by this factor, and by more than rounding.
+_NEARER = 3.0
+_LEAST = 1e-5
 
 
 def match_in_rounds(
@@ -141,10 +146,9 @@ def _repeat_rounds(
     trusted: list[Pair] = []
     in_vain: set[tuple[str, str]] = set()
     known = _known(proposal)
-    if not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs):
-        # Everything matches by value, so no fault hides a tap.
-        return proposal
-    left, tries = rounds, 0
+    # If everything matches by value, no fault hides a tap.
+    is_complete = not proposal.unmatched_target and all(pair.by_value for pair in proposal.pairs)
+    left, tries = 0 if is_complete else rounds, 0
     grafted: set[tuple[str, str, str, Side]] | None = None
     following = proposal
     try:
@@ -173,9 +177,52 @@ def _repeat_rounds(
             else:
                 in_vain.add(_key(guess))
                 tries += 1
+        return _without_lookalikes(record, taps, proposal)
     except KeyboardInterrupt:
         return replace(proposal, notices=(*proposal.notices, INTERRUPTED))
-    return proposal
+
+
+def _without_lookalikes(record: Record, taps: Sides, proposal: Proposal) -> Proposal:
+    """The proposal without target taps that only resemble a baseline tap, if another tap is much nearer to it.
+
+    Two places of one residual stream may be nearer to each other than the limit for 16 bits. A graft of one at the
+    other makes the taps that follow differ, so the distances are those of a run without grafts of these taps.
+    """
+    dtypes = [{tap.name: tap.dtype for tap in side} for side in taps]
+    sharing: dict[str, list[Pair]] = defaultdict(list)
+    for pair in proposal.graftable:
+        sharing[pair.baseline].append(pair)
+
+    def rounds_by(pair: Pair) -> float:
+        return max(roundoff_of(dtypes[0][pair.baseline], dtypes[1][pair.target]), _LEAST)
+
+    doubted = [
+        pair
+        for own in sharing.values()
+        if len(own) > 1 and any(pair.rel is not None and pair.rel > rounds_by(pair) for pair in own)
+        for pair in own
+    ]
+    if not doubted:
+        return proposal
+    ours, theirs = record(tuple(pair for pair in _grafts(proposal) if pair not in doubted))
+    mine, others = ({tap.name: tap for tap in side} for side in (ours, theirs))
+    apart: dict[tuple[str, str], float] = {}
+    for pair in doubted:
+        one, other = mine.get(pair.baseline), others.get(pair.target)
+        rel = None if one is None or other is None or pair.whole == "target" else applied(pair.layout, one, other)
+        if rel is not None:
+            apart[_key(pair)] = rel
+    gone: dict[str, str] = {}
+    for name in dict.fromkeys(pair.baseline for pair in doubted):
+        known = {pair.target: apart[_key(pair)] for pair in sharing[name] if _key(pair) in apart}
+        nearest = min(known, key=known.__getitem__, default=None)
+        for pair in sharing[name]:
+            if nearest and known.get(pair.target, 0.0) > max(_NEARER * known[nearest], rounds_by(pair)):
+                gone[pair.target] = f"its values are near those of {name}, and {nearest} is much nearer"
+    kept = tuple(
+        replace(pair, rel=apart.get(_key(pair), pair.rel)) for pair in proposal.pairs if pair.target not in gone
+    )
+    return replace(proposal, pairs=kept, unmatched_target={**proposal.unmatched_target, **gone})
 
 
 def _key(pair: Pair) -> tuple[str, str]:

@@ -108,6 +108,20 @@ def test_what_was_not_checked_in_an_earlier_call_is_said_in_the_conclusion(
     assert {"Not checked: in call 1, part 1.", "Not checked: part 2."} <= {*compared.remarks}
 
 
+def test_a_call_that_may_inherit_a_flipped_choice_of_an_earlier_one_is_inconclusive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scripts, "moved_by_flips", lambda _: {"a": 0.2})
+    monkeypatch.setattr(scripts, "doubts_after_flips", lambda _, flipped: ["It may be right."] if flipped else [])
+    compared = InTurn(monkeypatch, tmp_path, ["agree", "differ"]).judge()
+    assert compared.answer == "inconclusive"
+    assert compared.text.splitlines()[:2] == [
+        "1 call of Net agrees. Call 2 cannot be judged whole.",
+        "It may be right.",
+    ]
+    assert InTurn(monkeypatch, tmp_path, ["differ"]).judge().answer == "differ"
+
+
 def test_no_call_follows_one_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     turns = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"], not_repeated=["a"])
     assert turns.judge().answer == "inconclusive"

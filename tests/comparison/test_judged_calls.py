@@ -288,6 +288,27 @@ def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
     assert judged(held(), held(), narrow, wide=Verdict(replace(data, weights_lent=True), 5))[0] == "differ"
 
 
+@pytest.mark.parametrize(
+    ("added", "alone", "label", "answer"),
+    [
+        (0.002, "0.q.lora_A.weight[kind=param]", "culprit", "inconclusive"),
+        (0.005, "0.q.lora_A.weight[kind=param]", "culprit", "differ"),
+        (0.002, "0.q2.weight[kind=param]", "culprit", "differ"),
+        (0.002, "0.q.base", "culprit", "differ"),
+        (0.002, "0.q.lora_A.weight[kind=param]", "clean", "agree"),
+    ],
+)
+def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
+    added: float, alone: str, label: str, answer: str
+) -> None:
+    wide = Verdict(found("0.q", label=label, ratio=9.0, added=added), 5)
+    proposal = Proposal((Pair("0.q", "x"),), {alone: "no target tap has its values"})
+    said = judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)
+    assert said[0] == answer
+    merged = "Weights of 0.q have no partner, as where the target has merged them with others."
+    assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
+
+
 def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
     wide = Verdict(found(ratio=0.25), 5)
     comparison = Runs(found(dtype="float16"), wide).judge(held(), held())

@@ -851,6 +851,50 @@ def test_a_module_that_passes_on_a_graft_does_not_take_the_grafted_taps_partner(
         assert paired[f"layers.{n}.self_attn"] == f"model.layers.{n}.self_attn[0]"
 
 
+@pytest.mark.parametrize("size", [0.02, 1e-5], ids=["resembles", "rounds"])
+def test_a_place_of_a_residual_stream_is_no_partner_of_the_next_place(size: float) -> None:
+    """The target shows the stream between attention and MLP too, nearer to the layer's output than bfloat16 allows."""
+    runs: list[set[str]] = []
+
+    def run(side: str, replaced: dict[str, Tensor]) -> list[RecordedTap]:
+        recorded: list[RecordedTap] = []
+
+        def tapped(name: str, value: Tensor) -> Tensor:
+            recorded.append(tap(name, value.bfloat16(), len(recorded)))
+            return replaced.get(name, value.bfloat16())
+
+        x = values(32, 16, seed=50)
+        for n in range(3):
+            x = x + tapped(f"layers.{n}.attn", size * values(32, 16, seed=n))
+            if side == "target":
+                x = tapped(f"layers.{n}[1]", x)
+            mlp = size * (values(32, 16, seed=9 + n) + x.float().tanh())
+            x = x + tapped(f"layers.{n}.mlp", mlp)
+            x = tapped(f"layers.{n}" if side == "baseline" else f"norm.{n}[1]", x)
+        return recorded
+
+    ours = run("baseline", {})
+    held = {each.name: each.value for each in ours}
+
+    def record(pairs: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        runs.append({pair.target for pair in pairs})
+        return ours, run("target", {pair.target: held[pair.baseline] for pair in pairs})  # type: ignore[misc]
+
+    proposal = match_in_rounds(record)
+    paired = {pair.target: pair.baseline for pair in proposal.pairs if pair.sureness != "guess"}
+    assert [paired.get(f"norm.{n}[1]") for n in range(3)] == [f"layers.{n}" for n in range(3)]
+    middle = {f"layers.{n}[1]" for n in range(3)}
+    if size < 1e-3:
+        # Nothing tells these apart.
+        assert middle <= paired.keys()
+        return
+    assert not middle & paired.keys()
+    assert proposal.unmatched_target["layers.1[1]"] == (
+        "its values are near those of layers.1, and norm.1[1] is much nearer"
+    )
+    assert not runs[-1] & {*middle, "norm.0[1]"}
+
+
 def test_numbers_that_count_operations_of_an_exported_graph_are_not_roles() -> None:
     pairs = [Pair(f"layer_norm_{2 * n + m}", f"{n}.norm{m + 1}") for n in range(2) for m in range(2)]
     assert other_roles(pairs) == []
