@@ -93,7 +93,7 @@ class Gather:
                 f"is {list(before.shape)}: match again for this batch"
             )
         flat = before.flatten(0, count - 1)
-        # Computed on the CPU: on the device "meta" torch imports its compiler for these operators, which takes a second.
+        # Computed on the CPU: on the device "meta" torch imports its compiler for that, which takes a second.
         taken = flat[self.rows.clamp(min=0).to(before.device)]
         if self.lacks:
             taken[(self.rows < 0).to(before.device)] = 0
