@@ -26,8 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Older releases of torch start processes to compile with, whatever the backend.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# To find out which vectors the processor has, inductor compiles a program for each; and their code takes longer.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 unhurried: Any = {"max_examples": scaled(60), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
