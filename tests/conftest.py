@@ -26,9 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Older releases of torch start processes to compile with, whatever the backend.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# To find out which vectors the processor has, inductor compiles a program for each kind, and code for them is slower
-# to compile.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Real ranks share the machine, so an example's time says nothing; in CI the same examples run each time.
 unhurried: Any = {"max_examples": scaled(60), "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -48,7 +45,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 # Not the compiler, which ranks of code that is not compiled do without.
-IMPORTED_BY_TESTS = ("pytest", "hypothesis", "pandas", "pyarrow.parquet", "matplotlib.figure", "jupyter_client")
+IMPORTED_BY_TESTS = (
+    *("pytest", "hypothesis", "pandas", "pyarrow.parquet", "matplotlib.figure", "jupyter_client"),
+    # With these the notebook's side of a verdict and a comparison, a quarter of a second.
+    *("graftlab.comparison.held_calls", "graftlab.comparison.command", "graftlab.requests"),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -93,10 +93,10 @@ class Gather:
                 f"is {list(before.shape)}: match again for this batch"
             )
         flat = before.flatten(0, count - 1)
-        rows = self.rows.to(before.device)
-        taken = flat[rows.clamp(min=0)]
+        # Computed on the CPU: on the device "meta" torch imports its compiler for that, which takes a second.
+        taken = flat[self.rows.clamp(min=0).to(before.device)]
         if self.lacks:
-            taken[rows < 0] = 0
+            taken[(self.rows < 0).to(before.device)] = 0
         return taken.reshape(*self.into, *flat.shape[1:])
 
     def put(self, after: Tensor, at: StepContext, shape: Sequence[int] | None) -> Tensor:

@@ -23,8 +23,9 @@ from graftlab.ranks import preload_first, preload_last
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = ["graftlab.ranks.worker", "graftlab.ranks.line_tracer"]
-"""Modules that the forkserver imports so that ranks need not: those of ranks, and of the functions that verdicts send.
+PRELOADED = [f"graftlab.ranks.{each}" for each in ("worker", "line_tracer", "held_functions", "match_recorder")]
+"""Modules that the forkserver imports so that ranks need not: those of ranks, and of the functions that verdicts,
+comparisons and matches send.
 
 Changes take effect only before it starts.
 """

@@ -1,7 +1,7 @@
 """The forkserver's last import: lets it outlive a killed notebook and remove that notebook's temporary folder.
 
 multiprocessing makes a folder ``pymp-*`` for the forkserver's socket, and removes it when the notebook's process exits
-normally. This module also hides all earlier imports from the garbage collectors of the ranks.
+normally. This module also notes all earlier imports for the ranks, and hides them from their garbage collectors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import select
 import shutil
 import signal
 
+from graftlab.ranks.edited_modules import note_before_forks
 from graftlab.ranks.preload_first import VARIABLE, on_interrupt
 
 # Milliseconds until a notebook that closed its connection has ended; one that only stopped its forkserver stays.
@@ -41,6 +42,7 @@ def remove_after(pid: int, folder: str) -> None:
 
 
 if VARIABLE in os.environ:
+    note_before_forks()
     gc.enable()
     # Otherwise the collectors of the ranks would write to the memory of torch's objects, and so copy it.
     gc.freeze()

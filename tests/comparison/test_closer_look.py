@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.support import has_compiler
 from torch import nn
 from torch.nn import functional as F
 
@@ -90,10 +91,6 @@ def test_a_mistake_after_the_last_tap_below_one_rounding_is_found_in_float32(way
     assert second.startswith("Something after the last tap")
 
 
-def has_compiler() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
 @pytest.mark.ranks
 def test_a_mistake_below_one_rounding_is_found_where_the_function_makes_its_model() -> None:
     comparison = gl.compare(partial(capped, None, 30.0), partial(capped, None, None), X.bfloat16())
@@ -102,7 +99,6 @@ def test_a_mistake_below_one_rounding_is_found_where_the_function_makes_its_mode
         first = comparison.text.splitlines()[0]
         imported = comparison.session.run(has_compiler, has_compiler)
     assert first == "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they differ:"
-    # A second of each rank's time, for code that is not compiled.
     assert [*imported.baseline, *imported.target] == [False, False]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from kit.renamed import WIDTH, WORDS, Port, port, reference
+from kit.support import has_compiler
 from torch import nn
 
 import graftlab as gl
@@ -133,3 +134,5 @@ def test_a_micro_batch_that_matches_nothing_is_not_cleared() -> None:
     comparison = gl.compare(lambda: MicroBatches(1), lambda: MicroBatches(4, True), ids, match=True)
     with comparison.session:
         assert comparison.answer != "agree", comparison.text
+        imported = comparison.session.run(has_compiler, has_compiler)
+    assert [*imported.baseline, *imported.target] == [False, False]

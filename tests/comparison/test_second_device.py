@@ -164,6 +164,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(("decay", "exit_code"), [(0.01, 0), (0.1, 1)])
 def test_scripts_that_train_are_compared_on_a_second_device(
     decay: float, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

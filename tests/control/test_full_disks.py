@@ -81,7 +81,7 @@ def test_a_job_whose_log_is_on_a_full_disk_warns_once_and_continues(tmp_path: Pa
         wait_until(lambda: session.row_count > 10, "rows", 240)
         filled = fill(disk)
         rows = session.row_count
-        wait_until(lambda: session.row_count > rows + 2000, "rows", 240)
+        wait_until(lambda: session.row_count > rows + 500, "rows", 240)
         stop.touch()
         ends = [end(job) for job in jobs]
         assert [(code, out) for code, out, _ in ends] == [(0, "went on True\n")] * 2

@@ -11,6 +11,7 @@ import pytest
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.control import past_runs
 from graftlab.control.past_runs import find_runs, prune
 from graftlab.rows.store import RowStore
 
@@ -54,6 +55,33 @@ def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     store.close()
     assert [each.folder.name for each in prune(tmp_path, gib=0)] == ["open"]
     assert (tmp_path / "elsewhere" / "old" / "rows.jsonl").exists()
+
+
+def test_a_closed_run_is_looked_at_again_only_if_rows_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    is_open = past_runs._is_open
+
+    def noting(rows: Path) -> bool:
+        looked_at.append(rows.parent.name)
+        return is_open(rows)
+
+    monkeypatch.setattr(past_runs, "_is_open", noting)
+    for name, days in (("a", 3), ("b", 2)):
+        a_run(tmp_path, name, days)
+    assert prune(tmp_path) == []
+    assert sorted(looked_at) == ["a", "b"]
+    store = RowStore(a_run(tmp_path, "open", 1, mib=0), append=True)
+    for _ in range(2):
+        assert prune(tmp_path) == []
+    store.close()
+    assert sorted(looked_at) == ["a", "b", "open", "open"]
+    (tmp_path / "a" / "logs" / "more.log").write_bytes(bytes(2 * MIB))
+    os.utime(tmp_path / "a" / "rows.jsonl", (time.time() - DAY,) * 2)
+    # Both fit if the first has its size of before.
+    assert [each.folder.name for each in prune(tmp_path, gib=3.5 * MIB / 2**30)] == ["a"]
+    assert sorted(looked_at) == ["a", "a", "b", "open", "open", "open"]
 
 
 def test_the_command_and_the_call_list_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

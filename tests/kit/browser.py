@@ -60,6 +60,8 @@ if "graftlab.session" in _sys.modules:
 if "ipywidgets" in _sys.modules:
     _sys.modules["ipywidgets"].Widget.close_all()
 get_ipython().run_line_magic("reset", "-f")
+import gc as _gc
+_gc.freeze()  # What stays need not be looked through after each test.
 """
 
 

@@ -108,6 +108,7 @@ class WarmProvisioner(LocalProvisioner):
         env = dict(kwargs["env"])
         how = {"cwd": cwd, "start_new_session": True, "imports": env.pop(IMPORTS, "").split()}
         how["forkserver"] = not env.pop(COLD, "")
+        how["children"] = bool(env.pop(CHILDREN, ""))
         with open(os.devnull, "w") as nowhere:
             self.process = warm.start(cmd[1:], env, stdout=nowhere, stderr=nowhere, **how)
         # Of the group that it is about to make, or a signal to the kernel would reach what it is forked from.
@@ -121,6 +122,8 @@ PROVISIONER = "graftlab-warm"
 IMPORTS = "GRAFTLAB_TESTS_IMPORTS"
 # A second kernel: its forkserver starts as a user's does.
 COLD = "GRAFTLAB_TESTS_COLD"
+# A third: scripts that its cells start have imported torch before, too.
+CHILDREN = "GRAFTLAB_TESTS_CHILDREN"
 
 
 def start_warm() -> None:

@@ -54,7 +54,7 @@ def execute(notebook: Path, tmp_path: Path, imports: tuple[str, ...] = ()) -> li
     )
     package = str(Path(graftlab.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports)})
+    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports), kernels.CHILDREN: "1"})
     return [output for cell in document.cells for output in cell.get("outputs", [])]
 
 

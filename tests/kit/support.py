@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import textwrap
 import threading
 import time
@@ -77,6 +78,11 @@ def own_value() -> float:
     me = gl.here()
     assert me is not None
     return (10.0 if me.side == "baseline" else 20.0) + me.rank
+
+
+def has_compiler() -> bool:
+    """Whether this rank has imported torch's compiler: a second, and 100 MB, for code that is not compiled."""
+    return "torch._dynamo" in sys.modules
 
 
 def shorten_waits(seconds: float) -> None:

@@ -59,3 +59,15 @@ def test_a_rank_warns_that_it_runs_the_code_from_before(edited: Any, capsys: pyt
         assert "edited_by_hand.py was edited after this rank had imported it" in shown
         session.restart()
         assert session.run(edited.f, edited.f).target == [2]
+
+
+def known_before_the_first_run() -> bool:
+    return {"torch", "graftlab.ranks.worker"} <= EditedModules()._names
+
+
+@pytest.mark.ranks
+def test_the_forkserver_looks_at_its_modules_once_for_all_ranks() -> None:
+    with gl.launch(1, 1) as session:
+        run = session.run(known_before_the_first_run, known_before_the_first_run)
+    assert [*run.baseline, *run.target] == [True, True]
+    assert not known_before_the_first_run()
