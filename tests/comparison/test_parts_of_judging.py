@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from graftlab.comparison import held_calls
-from graftlab.comparison.held_calls import (
-    ComparisonStopped,
-    _not_checked,
-    _other_batch,
-    _part_near,
-    _unequal_numbers,
-    _without_taps,
-    described,
-    dtypes_to_round,
-    known_at,
-    why_no_backward,
-)
+from graftlab.comparison.answers import ComparisonStopped, known_at
+from graftlab.comparison.held_calls import _not_checked, _other_batch, _without_taps, why_no_backward
+from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.ranks.held_call import WEIGHT, CallDescription

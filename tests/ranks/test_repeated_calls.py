@@ -359,16 +359,16 @@ def test_each_rank_widens_its_call_with_its_own_numbers(monkeypatch: pytest.Monk
     class Asked(HeldCall):
         def __init__(self) -> None: ...
 
-        def widen(self, numbers: Any, rounded: Any, trial: TrialOfRanks | None = None) -> str | None:
-            asked.append((numbers, rounded, trial is not None))
+        def widen(self, numbers: Any, rounded: Any, trial: TrialOfRanks | None = None, sharing: int = 1) -> str | None:
+            asked.append((numbers, rounded, trial is not None, sharing))
             return None
 
     hold(Asked())
     first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
     for rank, size in ((0, 1), (1, 2)):
         monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
-        widen_call([first, second], {}, "/nowhere")
-    assert asked == [(first, {}, False), (second, {}, True)]
+        widen_call([first, second], {}, "/nowhere", 3)
+    assert asked == [(first, {}, False, 3), (second, {}, True, 3)]
 
 
 def test_arguments_are_named_by_place_or_keyword() -> None:
