@@ -153,8 +153,8 @@ def _quantised(given: tuple[dict[str, Tensor], ...], states: tuple[dict[str, Ten
         names = [name for name, value in after.items() if value is not before[name]]
         if names:
             found.append(
-                f"weights of the {side} are quantised ({first_of(names)}), and were compared times their scales; the "
-                "converter gives such values in full precision"
+                f"weights of the {side} are quantised ({first_of(names)}), and were multiplied by their scales before "
+                "they were compared; the converter gives such values in full precision"
             )
     return found
 

@@ -501,7 +501,7 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
     for target, fails, said in (
         (needs, None, after),
         (needs, "no loss", f"the backward pass, which could not be repeated (no loss); and {after}"),
-        (held(), None, f"the backward pass: the results of one side alone need gradients; and {after}"),
+        (held(), None, f"the backward pass: the results of one side alone require gradients; and {after}"),
         (
             held(torch.ones(2, 2), needs_backward=True),
             None,
@@ -600,7 +600,9 @@ def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any
     assert session.run.call_args.kwargs == {"target": own_rounding}
     assert comparison.answer == ("inconclusive" if own else "differ")
     assert [each.kwargs["floor"] for each in session.verdict.mock_calls] == ["auto", *([2e-3] if own else [])]
-    assert any("computes in bfloat16, 0.002 from" in each for each in comparison.remarks) == bool(own)
+    assert any(
+        "computes in bfloat16: its results differ by up to 0.002 (rel_l2) from" in each for each in comparison.remarks
+    ) == bool(own)
 
 
 def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ def test_a_kernel_whose_rows_and_columns_alone_are_exchanged_is_named() -> None:
     (problem,) = gl.match_weights(convolutions(), wrong).problems
     assert problem == (
         "stage_2_conv_weight is stage.2.conv.weight in the layout 'a b c d -> d c b a', and 2 other kernels are in the "
-        "layout 'a b c d -> c d b a': all are as high as wide, so they fit either way"
+        "layout 'a b c d -> c d b a': all are square, so they fit either way"
     )
     # A transposed convolution has its input's channels first.
     other = flat(convolutions())
@@ -634,8 +634,8 @@ def test_quantised_weights_are_matched_by_their_values(dtype: torch.dtype, wrong
     assert match.clean is not wrong
     assert not match.unmatched_target
     assert match.notices[-1] == (
-        "weights of the target are quantised (layers.0.qk.weight), and were compared times their scales; the "
-        "converter gives such values in full precision"
+        "weights of the target are quantised (layers.0.qk.weight), and were multiplied by their scales "
+        "before they were compared; the converter gives such values in full precision"
     )
     made: dict[str, Any] = {}
     exec(match.to_code(), made)
