@@ -127,7 +127,7 @@ def _state(given: State, side: str) -> dict[str, Tensor]:
         raise MatchError(f"the {side} must be a state dict or a module, not {type(given).__name__}")
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
     if not tensors:
-        raise MatchError(f"the {side} has no tensors")
+        raise MatchError(f"the {side} has no tensors with values; give a module or a state dict with weights")
     for name, value in tensors.items():
         if value.is_meta or value.layout != torch.strided:
             kind = "on the meta device" if value.is_meta else "not dense"
