@@ -146,7 +146,7 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
         return None
     return (
         f"The target's {what} are {times:.4g} times the baseline's, and a later step divides them by "
-        "that factor: clipping does so only while it clips, a scaler always."
+        "that factor. A scaler always does that; clipping does it only in steps in which it clips."
     )
 
 

@@ -487,7 +487,7 @@ def test_what_was_not_compared_is_listed() -> None:
     _, remarks = judged(ours, theirs)
     assert remarks == [
         "Not checked: p, q, r and 2 more: it is large, or not the same when the call is repeated.",
-        "Not checked: what the baseline's call alone writes, to cache.",
+        "Not checked: what only the baseline's call writes, to cache.",
         "Not checked: other models that the baseline has called: Head (1 call), Tail (3 calls); --model NAME chooses "
         "one.",
         "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
