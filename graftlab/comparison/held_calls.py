@@ -564,7 +564,7 @@ def _add_backward(
 def why_no_backward(calls: Sequence[CallDescription]) -> str | None:
     """Why the backward passes of these calls cannot be compared; None if they can."""
     if not all(call.needs_backward for call in calls):
-        return "the results of one side alone require gradients"
+        return "the results of one side alone need gradients"
     shapes = [[tensor.shape for tensor in call.returned.values()] for call in calls]
     if any(each != shapes[0] for each in shapes):
         return "results of different shapes have no gradients in common"

@@ -202,7 +202,7 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradi
 
 
 def _odd_kernels(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
-    """Kernels whose dims are exchanged, where all kernels are as high as wide, so that only the others show it."""
+    """Kernels whose dims are exchanged, where all kernels are square, so that only the others show it."""
     kernels: dict[int, list[tuple[Pair, tuple[int, ...]]]] = defaultdict(list)
     for pair in pairs:
         shape = baseline[pair.baseline].shape

@@ -69,7 +69,7 @@ class Causes:
     limit: float = 5.0
     cancelling: tuple[frozenset[str], ...] = ()
     together: frozenset[str] = frozenset()
-    """Groups that move the output together, but not alone."""
+    """Groups that change the output together, but not alone."""
     cut_short: bool = False
     untested: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()

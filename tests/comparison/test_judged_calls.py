@@ -501,7 +501,7 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
     for target, fails, said in (
         (needs, None, after),
         (needs, "no loss", f"the backward pass, which could not be repeated (no loss); and {after}"),
-        (held(), None, f"the backward pass: the results of one side alone require gradients; and {after}"),
+        (held(), None, f"the backward pass: the results of one side alone need gradients; and {after}"),
         (
             held(torch.ones(2, 2), needs_backward=True),
             None,

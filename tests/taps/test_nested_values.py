@@ -59,7 +59,7 @@ def test_each_tensor_has_the_name_of_its_place() -> None:
     assert names_in([deep]) == []
 
 
-def test_a_value_without_a_graft_is_the_same_object_and_with_one_a_copy() -> None:
+def test_a_value_without_a_graft_is_the_same_object_and_one_with_it_a_copy() -> None:
     one, other = torch.ones(1), torch.ones(2)
     values: list[Any] = [(one, other), [one, other], Pair(one, other), {"first": one, "b": other}, Output(one, [other])]
     for value in values:
