@@ -123,14 +123,17 @@ def sentence_on(tokens: Sequence[ChosenToken], number: int, model: str) -> str:
     if not wrong:
         first = tokens[0]
         return (
-            f"{begins}, by a near tie: in the previous call, the baseline's logits of both are {first.apart:.2g} "
-            f"apart, where rounding explains {first.limit:.2g}, and each side took its largest. Later differences are "
-            "inherited from there."
+            f"{begins}, by a near tie: in the previous call, the baseline's logits of the two tokens are "
+            f"{first.apart:.2g} apart, rounding explains up to {first.limit:.2g}, and each side took its largest. "
+            "Later differences are inherited from this choice."
         )
     first = wrong[0]
     if not first.is_targets_largest:
-        return f"{begins}, and the target's is not the largest of its logits: the code that chooses tokens differs."
+        return (
+            f"{begins}, and the target's token does not have the largest of its logits: the code that chooses tokens "
+            "differs."
+        )
     return (
-        f"{begins}, and that is not a near tie: in the previous call, the baseline's logits of both are "
-        f"{first.apart:.2g} apart, where rounding explains {first.limit:.2g}."
+        f"{begins}, and that is not a near tie: in the previous call, the baseline's logits of the two tokens are "
+        f"{first.apart:.2g} apart, and rounding explains only {first.limit:.2g}."
     )

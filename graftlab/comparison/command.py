@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward",
         action="store_true",
-        help="for functions: also compare a backward pass (for scripts, results that need gradients decide)",
+        help="for functions: also compare a backward pass (a script's call gets one if its results require gradients)",
     )
     scripts = parser.add_argument_group("scripts and commands")
     scripts.add_argument("--calls", type=int, default=4, help="judge at most this many calls of models (default: 4)")

@@ -105,7 +105,7 @@ def judge_gradients(
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
     losses = "" if sentences else _differing_losses(baseline, target, paired)
     if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
-        unseen.append("the losses, because the backward passes of some ranks begin from no single number.")
+        unseen.append("the losses, because on some ranks the backward passes do not begin from a single number.")
     return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses)
 
 
@@ -145,8 +145,8 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (
-        f"The target's {what} that are {times:.4g} times the baseline's, and a later step divides them by "
-        "that factor: clipping does so only while it clips, a scaler always."
+        f"The target's {what} are {times:.4g} times the baseline's, and a later step divides them by "
+        "that factor. A scaler always does that; clipping does it only in steps in which it clips."
     )
 
 
@@ -159,9 +159,10 @@ def _factor_of_backward(
         for name, sample in baseline.accumulated.items()
         if paired.get(name) in target.accumulated and sample.norm
     ]
-    what = "backward passes leave gradients"
+    what = "gradients after the backward passes"
     if not left:
-        left, what = [*_common_results(baseline, target).values()], "loss gives the model's results gradients"
+        left = [*_common_results(baseline, target).values()]
+        what = "gradients of the loss with respect to the model's results"
     return _factor_of_all(left, baseline.scale / target.scale), what
 
 
@@ -353,13 +354,14 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], pai
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
             sentences.append(
-                f"The loss gives the model's results gradients that are {factor:.6g} times the baseline's: it is a "
-                "mean on one side and a sum on the other, or its scale or the number of micro-batches differs."
+                f"The gradients of the loss with respect to the model's results are {factor:.6g} times the "
+                "baseline's: the loss is a mean on one side and a sum on the other, or its scale or the number of "
+                "micro-batches differs."
             )
         elif factor is None:
             sentences.append(_of_differing_loss(ours, theirs))
         else:
-            sentences.append("The gradients that the loss gives the model's results agree.")
+            sentences.append("The gradients of the loss with respect to the model's results agree.")
     if ours.calls != theirs.calls:
         sentences.append(
             f"For one update the baseline calls models {_times_called(ours.calls)} and the target "
@@ -390,11 +392,13 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
     if len(known) == len(factors):
         listed = first_of([f"{factor:.4g} ({place})" for place, factor in known.items()], _SHOWN)
         return (
-            f"The loss gives the model's results gradients that are {listed} times the baseline's: micro-batches or "
-            "terms of the loss are weighted differently."
+            f"The gradients of the loss with respect to the model's results are {listed} times the baseline's: "
+            "micro-batches or terms of the loss are weighted differently."
         )
     most = f"rel_l2 {max(_distance(one.values, other.values) for one, other in pairs.values()):.2g}"
-    return f"The gradients that the loss gives the model's results differ ({most}): the loss or its labels differ."
+    return (
+        f"The gradients of the loss with respect to the model's results differ ({most}): the loss or its labels differ."
+    )
 
 
 def _common_results(

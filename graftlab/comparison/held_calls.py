@@ -327,8 +327,9 @@ def judge_against_recording(
         (own,) = session.run(target=own_rounding).target[:1]
         if own is not None:
             hidden = (
-                f"The target computes in {own[0]}, {own[1]:.2g} from the same call in float64, which is therefore the "
-                f"floor. A mistake below {choice.threshold:g} times that is not seen."
+                f"The target computes in {own[0]}: its results differ by up to {own[1]:.2g} (rel_l2) from those of the "
+                f"same call in float64, which is taken as the floor. A mistake below {choice.threshold:g} times that "
+                "is not seen."
             )
             remarks.append(hidden)
             verdict = judged(max(own[1], DEFAULT_NOISE_FLOOR))

@@ -73,7 +73,7 @@ def judge_held_updates(
     elif has_closure:
         remarks.append("From equal weights and state both sides compute different steps.")
         if not _differs_in_first_call(findings):
-            remarks.append("The closure's first call agrees; its later calls have weights that the step has moved.")
+            remarks.append("The closure's first call agrees; its later calls use weights that the step has changed.")
             findings = _model_inherits(findings)
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates computed from them differ.")
@@ -192,6 +192,6 @@ def _differing_settings(
         one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
         sentences.append(
             f"The weights are {one} on the baseline and {other} on the target: {first_of([*apart], 4)}. "
-            "An update below their rounding is lost."
+            "An update that is smaller than their rounding is lost."
         )
     return sentences

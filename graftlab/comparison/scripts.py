@@ -508,7 +508,7 @@ class _HeldInTurn:
             )
             parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self._undecided if place < len(models)]
-        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {listed(unclear)} cannot be judged whole."
+        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {listed(unclear)} can only be judged in part."
         return " ".join([*([f"{', '.join(parts)}."] if parts else []), *([what] if unclear else [])])
 
     def _at_last(self, compared: Comparison) -> Comparison:
@@ -555,8 +555,8 @@ class _HeldInTurn:
             )
         if number > 1 and any(line.startswith(BEGIN_INPUT) for line in compared.findings.not_grafted):
             return (
-                f"Before call {number}, of {self._models[-1]}, its inputs have different shapes: one side has made a "
-                "call more before it, or the scripts' own code between the calls differs."
+                f"Before call {number}, of {self._models[-1]}, its inputs have different shapes: one side has made an "
+                "extra call before it, or the scripts' own code between the calls differs."
             )
         if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
             before = "no call before it is known to differ" if self._undecided else "the calls before it agree"
@@ -593,6 +593,6 @@ class _HeldInTurn:
         for more, fewer in SIDES:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
-                    differ = f"{before} {more} {what} again, and the {fewer} ends: their numbers differ."
+                    differ = f"{before} {more} {what} again, and the {fewer} ends: one side does so more often."
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()

@@ -73,7 +73,7 @@ def function_in_file(text: str) -> FunctionInFile:
         raise ConfigError(f"{text!r} names no function; write FILE.py:FUNCTION")
     path = Path(found["path"]).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist")
+        raise ConfigError(f"{path} does not exist; give its path from {os.getcwd()}, or an absolute one")
     _check_defined(path, found["name"])
     return FunctionInFile(str(path.resolve()), found["name"])
 
@@ -126,7 +126,7 @@ def command_of(text: str, ranks: int | None) -> ScriptCommand:
         raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
     if words[0].endswith(".py"):
         if not os.path.isfile(words[0]):
-            raise ConfigError(f"{words[0]} does not exist")
+            raise ConfigError(f"{words[0]} does not exist; give its path from {os.getcwd()}, or an absolute one")
         words.insert(0, sys.executable)
     path = variables.get("PATH", os.environ.get("PATH"))
     beside = os.path.join(os.path.dirname(sys.executable), words[0])

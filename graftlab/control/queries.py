@@ -48,7 +48,8 @@ class Queries:
             rank.channel.send(pack(Query(number, question)))
             answer = waiting.get(timeout=limit)
         except queue.Empty:
-            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.status()})") from None
+            advice = "" if isinstance(question, AskStacks) else "; session.stacks() shows where it is in the code"
+            raise SessionError(f"{rank.label} did not answer within {limit:g} s ({rank.status()}){advice}") from None
         finally:
             del self._answers[number]
         if isinstance(answer, Refusal):

@@ -288,7 +288,7 @@ def written_on_one_side(one: Mapping[str, torch.Tensor], other: Mapping[str, tor
     for side, ours, theirs in (("baseline", one, other), ("target", other, one)):
         alone = [path.removeprefix(_WRITTEN) for path in ours if is_written(path) and path not in theirs]
         if alone:
-            written.append(f"what the {side}'s call alone writes, to {first_of(alone)}")
+            written.append(f"what only the {side}'s call writes, to {first_of(alone)}")
     return written
 
 

@@ -358,7 +358,9 @@ class AttachedRank:
             except Exception as error:
                 # A thread may still be in a tap, or the interpreter may no longer start threads. The job ends in any
                 # case.
-                logger.warning("%s: graftlab did not end as it should: %s", self.place.label, error)
+                logger.warning(
+                    "%s: graftlab could not end cleanly; the job is not affected: %s", self.place.label, error
+                )
             self._drop_setup()
             self._connection.channel.close()
             self._close_proxy()

@@ -141,7 +141,8 @@ class CompiledComparison:
             )
         elif self.stage is not None:
             remarks.append(
-                f"No switch of inductor makes the compiled result right; backend={self.stage!r} does, which does less."
+                f"No setting of inductor makes the compiled result right; backend={self.stage!r} does, which runs "
+                "fewer steps of the compiler."
             )
         return [*remarks, *self._of_lines()]
 

@@ -127,7 +127,7 @@ class JobSteps:
         if ended := self._has_ended():
             raise JobStepsAbandoned(
                 f"the {self._what} was abandoned: {', '.join(ended)} ended before it was done"
-                f"{since and f', {since}'}. {self._needs}; let them run more"
+                f"{since and f', {since}'}. {self._needs}; let them run longer"
             )
         raise JobStepsAbandoned(
             f"the {self._what} was abandoned: no job made progress for {patience.seconds:g} s ({self._state.where()}). "

@@ -303,8 +303,8 @@ class Swaps:
         )
         if names is None:
             raise SessionError(
-                f"verdict: the baseline's values of {output.name} were not recorded; keep_budget= of gl.launch is too "
-                f"small for all taps ({self._runs.session.options.keep_budget >> 20:,} MiB on each rank)"
+                f"verdict: the baseline's values of {output.name} were not recorded, because not all taps fit into "
+                f"{self._runs.session.options.keep_budget >> 20:,} MiB on each rank; launch with a larger keep_budget="
             )
         return output.name if output.name in names else names[-1]
 

@@ -37,10 +37,13 @@ def converter(
 ) -> str:
     """See :func:`graftlab.make_converter`; ``shapes`` and ``dtypes`` are those of both sides' parameters."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise MatchError(f"{name!r} is not a valid function name")
+        raise MatchError(f"{name!r} is not a valid function name; give one such as 'convert'")
     missing = list(unmatched)
     if missing:
-        raise MatchError(f"a converter cannot make {first_of(missing, 5)}: no partner was found")
+        raise MatchError(
+            f"a converter cannot make {first_of(missing, 5)}: no partner was found. match.unmatched_target has the "
+            "reason for each"
+        )
     made: dict[str, list[Pair]] = {}
     for pair in pairs:
         made.setdefault(pair.target, []).append(pair)
@@ -133,7 +136,7 @@ def _step_code(step: Step, shape: tuple[int, ...]) -> str:
     if isinstance(step, Strided):
         strided = f".contiguous().as_strided({step.sizes}, {step.strides}, {step.offset})"
         return f"{strided}.reshape({step.shape})"
-    raise MatchError(f"a converter cannot express the step {step.text}")
+    raise MatchError(f"a converter cannot express the step {step.text}; convert this weight with your own code")
 
 
 def _loops(written: dict[str, str]) -> list[list[str]]:

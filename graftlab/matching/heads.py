@@ -87,7 +87,7 @@ def odd_heads(
                 continue
             text = (
                 f"{second.pair.target} is {second.pair.baseline} {second.words}, and {first.pair.target} is "
-                f"{first.pair.baseline} {first.words}: one attention has heads of one size, in one order"
+                f"{first.pair.baseline} {first.words}: in one attention, all heads must have the same size and order"
             )
             problems.append(Contradiction(second.pair.target, text))
         # Smaller heads in the order of v and o change nothing.
@@ -95,7 +95,7 @@ def odd_heads(
             (size, one), (other_size, other) = sizes.items()
             text = (
                 f"{roles[other].pair.target} is reordered in heads of {other_size} rows, and {roles[one].pair.target} "
-                f"in heads of {size}: one attention has heads of one size"
+                f"in heads of {size}: in one attention, all heads must have the same size"
             )
             problems.append(Contradiction(roles[other].pair.target, text))
     return problems
@@ -126,8 +126,8 @@ def odd_gates(pairs: Sequence[Pair], baseline: Mapping[str, RecordedTap]) -> lis
         problems += [
             Contradiction(
                 pair.target,
-                f"{pair.target} is {pair.baseline} with its rows in another order than {kept.target} has those of "
-                f"{kept.baseline}: all gates of one recurrent layer have one order",
+                f"{pair.target} has the rows of {pair.baseline} in a different order than {kept.target} has those of "
+                f"{kept.baseline}: all gates of one recurrent layer must have the same order",
             )
             for pair, other in own
             if other != order

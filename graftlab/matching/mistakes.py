@@ -202,7 +202,7 @@ def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradi
 
 
 def _odd_kernels(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
-    """Kernels whose dims are exchanged, where all kernels are as high as wide, so that only the others show it."""
+    """Kernels whose dims are exchanged, where all kernels are square, so that only the others show it."""
     kernels: dict[int, list[tuple[Pair, tuple[int, ...]]]] = defaultdict(list)
     for pair in pairs:
         shape = baseline[pair.baseline].shape
@@ -220,7 +220,7 @@ def _odd_kernels(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
             if moved and 2 * (len(of_dims) - count) <= count and all(len(set(own)) == 1 for own in sizes):
                 text = (
                     f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, and {count} other kernels "
-                    f"are in the layout {example.layout.text!r}: all are as high as wide, so they fit either way"
+                    f"are in the layout {example.layout.text!r}: all are square, so they fit either way"
                 )
                 problems.append(Contradiction(pair.target, text))
     return problems
@@ -307,9 +307,8 @@ def _changed_values(pair: Pair, baseline: Items, target: Items) -> list[str]:
     if rounded:
         return [f"{pair.target} is {pair.baseline} rounded to {rounded}"]
     if pair.sureness == "near" and pair.rel is not None and pair.rel > _rounding(one.dtype, other.dtype):
-        return [
-            f"{pair.target} is {pair.baseline} up to a relative L2 of {pair.rel:.2g}{_differing_rows(pair, one, other)}"
-        ]
+        where = _differing_rows(pair, one, other).removesuffix(f", by rel_l2 {pair.rel:.2g}")
+        return [f"{pair.target} is {pair.baseline} up to rel_l2 {pair.rel:.2g}{where}"]
     if pair.sureness in ("rule", "guess") and pair.rel is not None and pair.rel > 0 and pair.whole == "baseline":
         return [f"{pair.target} differs from {pair.baseline}{_differing_rows(pair, one, other)}"]
     return []
@@ -332,7 +331,7 @@ def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
         return f": all its values are {other.flat[0]:g}, as if it had not been loaded"
     count = int(differs.sum())
     if len(rows) == differs.shape[0] and count == differs.numel():
-        return f" everywhere, by a relative L2 of {pair.rel:.2g}"
+        return f" everywhere, by rel_l2 {pair.rel:.2g}"
     span = f"row {rows[0]}" if len(rows) == 1 else f"{len(rows)} rows, {rows[0]} to {rows[-1]}"
     return f" in {count} of {differs.numel()} elements: {span}"
 

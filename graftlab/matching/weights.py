@@ -127,7 +127,7 @@ def _state(given: State, side: str) -> dict[str, Tensor]:
         raise MatchError(f"the {side} must be a state dict or a module, not {type(given).__name__}")
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor) and value.numel()}
     if not tensors:
-        raise MatchError(f"the {side} has no tensors")
+        raise MatchError(f"the {side} has no tensors with values; give a module or a state dict with weights")
     for name, value in tensors.items():
         if value.is_meta or value.layout != torch.strided:
             kind = "on the meta device" if value.is_meta else "not dense"
@@ -153,8 +153,8 @@ def _quantised(given: tuple[dict[str, Tensor], ...], states: tuple[dict[str, Ten
         names = [name for name, value in after.items() if value is not before[name]]
         if names:
             found.append(
-                f"weights of the {side} are quantised ({first_of(names)}), and were compared times their scales; the "
-                "converter gives such values in full precision"
+                f"weights of the {side} are quantised ({first_of(names)}), and were multiplied by their scales before "
+                "they were compared; the converter gives such values in full precision"
             )
     return found
 

@@ -103,7 +103,7 @@ class CompilerSearch:
 
     ``settings`` are the switches of inductor that make the result right, the fewest of them together
     (``{"pattern_matcher": False}``); empty if no switch does. ``stage`` is torch's most complete backend with the right
-    result, where no switch of inductor gives it. ``pieces`` has the lines of source whose compiled code is wrong.
+    result, where no setting of inductor gives it. ``pieces`` has the lines of source whose compiled code is wrong.
     ``compilations`` is the number of compilations that it took.
     """
 

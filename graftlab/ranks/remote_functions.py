@@ -158,7 +158,7 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[B
     if isinstance(function, str):
         function = eval(function, _namespace())
     if not callable(function):
-        raise RequestError(f"replay: {function!r} is not a function of a list of requests")
+        raise RequestError(f"replay: {function!r} cannot be called; give a function of a list of requests")
     fed = []
     for number, (rid, requests) in enumerate(batches):
         if number:
@@ -170,7 +170,9 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[B
             with tags(rid=rid):
                 outputs = list(function(requests))
             if len(outputs) != len(requests):
-                raise RequestError(f"the function returned {len(outputs)} outputs for {len(requests)} requests")
+                raise RequestError(
+                    f"the function returned {len(outputs)} outputs for {len(requests)} requests; return one for each"
+                )
             fed.append(BatchAnswer(outputs, step=began))
         except (Exception, SystemExit) as error:
             # A table shows the beginning.

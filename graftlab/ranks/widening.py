@@ -151,7 +151,7 @@ class TrialOfRanks(UntracedMode):
         return None
 
     def _agree(self, place: str) -> None:
-        """Wait for the other ranks. Raises :class:`SessionError` if one has come to another place than this one."""
+        """Wait for the other ranks. Raises :class:`SessionError` if one has reached a different place than this one."""
         if self._failure is not None:
             # The call has caught the exception, and the other ranks are no longer there.
             raise SessionError(self._failure)
@@ -161,7 +161,7 @@ class TrialOfRanks(UntracedMode):
             if found.startswith(_FAILED):
                 self._fail(f"rank {rank} {found}")
             if found != place:
-                self._fail(f"rank {rank} has come to {found!r}, and rank {self._rank} to {place!r}")
+                self._fail(f"rank {rank} has reached {found!r}, and rank {self._rank} {place!r}")
 
     def _fail(self, reason: str) -> NoReturn:
         self._failure = reason

@@ -9,7 +9,7 @@ from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput, Outcome, dtype_name
 
 DEQUANTISED = "dequantised"
-"""How a row says that numbers of 8 bits were compared times their scale."""
+"""How a row says that numbers of 8 bits were multiplied by their scale before they were compared."""
 
 
 def by_values(graft_input: GraftTransformInput) -> Outcome:

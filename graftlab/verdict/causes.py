@@ -69,7 +69,7 @@ class Causes:
     limit: float = 5.0
     cancelling: tuple[frozenset[str], ...] = ()
     together: frozenset[str] = frozenset()
-    """Groups that move the output together, but not alone."""
+    """Groups that change the output together, but not alone."""
     cut_short: bool = False
     untested: tuple[str, ...] = ()
     earlier: tuple[int, ...] = ()
@@ -352,7 +352,8 @@ def effects_in_words(output: str, causes: Causes, threshold: float) -> list[str]
     lines += [f"{', '.join(sorted(each))} cancel each other." for each in causes.cancelling if len(each) > 1]
     if causes.together:
         none = "neither" if len(causes.together) == 2 else "none"
-        lines.append(f"{listed(sorted(causes.together), most=4)} move the output together; {none} of them does alone.")
+        together = listed(sorted(causes.together), most=4)
+        lines.append(f"{together} change the output only together; {none} of them does alone.")
     if causes.untested:
         lines.append(f"Not swapped alone, to limit the number of runs: {_names(causes.untested)}.")
     if causes.cut_short:

@@ -169,7 +169,7 @@ def _in_words(line: DifferingLine, place: str) -> str:
 def notes_on(line: DifferingLine) -> list[str]:
     """What else is known of a line, in words."""
     notes = [
-        "another order, place or other signs, which may be meant" if line.is_suspect else "",
+        "from here on values have another order, place or sign, which may be intended" if line.is_suspect else "",
         f"only {numbered('rank', line.ranks)} run{'s' if len(line.ranks) == 1 else ''} this" if line.ranks else "",
         f"reads {_state_in_words(line)}" if line.state else "",
         "the ranks' results sum to the baseline's, but no sum over the ranks follows" if line.lacks_sum else "",

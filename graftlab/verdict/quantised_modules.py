@@ -271,7 +271,9 @@ def _sentences(
     dequantised = [weight.row for weight in weights if is_dequantised(weight.row)]
     known = [row["rel_l2"] for row in dequantised if row["rel_l2"] is not None]
     whose_other = f"the {other}'s" if len(sides) == 1 else "the other side's"
-    how = f"times their scales they differ from {whose_other} by at most {max(known):.2g} (rel_l2)" if known else ""
+    how = ""
+    if known:
+        how = f"multiplied by their scales, they differ from {whose_other} by at most {max(known):.2g} (rel_l2)"
     if len(dequantised) < len(weights):
         is_packed = any(not weight.codes for weight in weights)
         why = "they are packed" if is_packed else "no scale was found"

@@ -315,7 +315,7 @@ def on_unseen_choices(distance: float | None, compared: pd.DataFrame, threshold:
     )
     agree = "The returned whole numbers, such as tokens, agree"
     if math.isnan(distance):
-        return [f"{agree}. The values from which they were chosen may differ, because {advice}"], []
+        return [f"{agree}. Whether the values from which they were chosen agree is not known: {advice}"], []
     most = max(_BEYOND_ROUNDING, threshold * assumed_floor(dtypes)[0])
     sentence = f"{agree}, but the values from which they were chosen differ by {distance:.2g}, and {advice}"
     return ([], [sentence]) if distance > most else ([sentence], [])

@@ -84,7 +84,7 @@ def test_calls_after_an_inconclusive_one_are_judged_and_may_differ(
 ) -> None:
     answers: list[Answer] = ["inconclusive", "agree", "differ", "agree"]
     compared = InTurn(monkeypatch, tmp_path, answers).judge()
-    said = "1 call of Net agrees. Call 1 cannot be judged whole. In call 3, of Net:"
+    said = "1 call of Net agrees. Call 1 can only be judged in part. In call 3, of Net:"
     assert (compared.answer, compared.remarks[0]) == ("differ", said)
 
 
@@ -93,7 +93,7 @@ def test_an_inconclusive_call_is_not_cleared_by_later_ones_that_agree(
 ) -> None:
     compared = InTurn(monkeypatch, tmp_path, ["agree", "inconclusive", "agree"]).judge()
     assert compared.answer == "inconclusive"
-    assert compared.remarks[0] == "2 calls of Net agree. Call 2 cannot be judged whole."
+    assert compared.remarks[0] == "2 calls of Net agree. Call 2 can only be judged in part."
     # The conclusion is that of call 2, and says what was left out in the others.
     assert compared.remarks[-1] == "Not checked: part 2."
     assert {"Not checked: in call 1, part 1.", "Not checked: in call 3, part 3."} <= {*compared.remarks}

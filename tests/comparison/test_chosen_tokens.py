@@ -47,7 +47,7 @@ def test_a_token_that_rounding_has_turned_is_a_near_tie() -> None:
     assert (token.row, token.baseline, token.target, token.is_tie) == (1, 11, 700, True)
     said = sentence_on([token], 4, "Model")
     assert "the tokens differ in row 1 (11 on the baseline, 700 on the target), by a near tie" in said
-    assert "Later differences are inherited from there" in said
+    assert "Later differences are inherited from this choice" in said
 
 
 def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:
@@ -56,8 +56,9 @@ def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:
     theirs[1, -1, 700] += 4e-5
     (token,) = found(ours, theirs)
     assert not token.is_tie
-    assert "not a near tie: in the previous call, the baseline's logits of both are 2e-05 apart" in sentence_on(
-        [token], 4, "Model"
+    assert (
+        "not a near tie: in the previous call, the baseline's logits of the two tokens are 2e-05 apart"
+        in sentence_on([token], 4, "Model")
     )
 
 
@@ -176,7 +177,7 @@ def test_a_near_tie_is_proven_and_another_choice_is_not_excused(
     assert text.startswith("3 calls of Model agree. Before call 4, of Model, the tokens differ in row"), text
     if how == "rounds":
         assert answer["answer"] == "agree"
-        assert "by a near tie: in the previous call, the baseline's logits of both are 0 apart" in text
+        assert "by a near tie: in the previous call, the baseline's logits of the two tokens are 0 apart" in text
         assert "Not checked: what the scripts compute from different tokens." in text
     else:
         assert answer["answer"] == "differ"

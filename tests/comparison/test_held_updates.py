@@ -86,21 +86,21 @@ def judged(session: gl.Session, fault: str) -> Comparison:
             "sum",
             [
                 "All gradients that the optimizer reads are 24 times the baseline's.",
-                "The loss gives the model's results gradients that are 24 times the baseline's:",
+                "The gradients of the loss with respect to the model's results are 24 times the baseline's:",
             ],
             "",
         ),
         (
             "clipped",
             [
-                "The gradients that the loss gives the model's results agree.",
+                "The gradients of the loss with respect to the model's results agree.",
                 "After the backward passes the baseline multiplies its gradients by 0.0",
             ],
             "",
         ),
         (
             "sum, clipped",
-            ["The target's backward passes leave gradients that are 24 times the baseline's, and a later step divides"],
+            ["The target's gradients after the backward passes are 24 times the baseline's, and a later step divides"],
             "",
         ),
         (
@@ -473,7 +473,7 @@ def test_losses_that_weight_micro_batches_differently_are_distinguished() -> Non
     whole, first, second = (torch.randn(64, generator=draw) for _ in range(3))
     ours = replace(description({"w": whole}), of_results={"1": TensorSample.of(first), "2": TensorSample.of(second)})
     for factor, other, told in (
-        (2.0, second, "gradients that are 1 (1), 2 (2) times the baseline's: micro-batches or terms of the loss"),
+        (2.0, second, "results are 1 (1), 2 (2) times the baseline's: micro-batches or terms of the loss"),
         (1.0, second.flip(0), "differ (rel_l2 1."),
     ):
         samples = {"1": TensorSample.of(first), "2": TensorSample.of(factor * other)}
@@ -520,11 +520,11 @@ def test_each_sides_factor_after_its_backward_passes_is_reported(ours: float, th
 @pytest.mark.parametrize(
     ("factors", "said"),
     [
-        ((2.0, 2.0), "gives the model's results gradients that are 2 times the baseline's"),
-        ((1.0, 1.0), "gives the model's results agree."),
-        ((2.0, 3.0), "gradients that are 2 (x), 3 (y) times the baseline's: micro-batches or terms"),
-        ((3.0, 2.0), "gradients that are 3 (x), 2 (y) times the baseline's: micro-batches or terms"),
-        ((-1.0, -1.0), "gives the model's results differ (rel_l2 2)"),
+        ((2.0, 2.0), "with respect to the model's results are 2 times the baseline's"),
+        ((1.0, 1.0), "with respect to the model's results agree."),
+        ((2.0, 3.0), "results are 2 (x), 3 (y) times the baseline's: micro-batches or terms"),
+        ((3.0, 2.0), "results are 3 (x), 2 (y) times the baseline's: micro-batches or terms"),
+        ((-1.0, -1.0), "with respect to the model's results differ (rel_l2 2)"),
     ],
 )
 def test_gradients_of_results_differ_by_one_factor_or_by_more(factors: tuple[float, float], said: str) -> None:
@@ -543,7 +543,9 @@ def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
         for scale, axis in ((1.0, axes[0]), (1.5, axes[1]))
     )
     found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
-    assert any("gives the model's results differ (rel_l2 1.4)" in each for each in found.sentences), found.sentences
+    assert any("with respect to the model's results differ (rel_l2 1.4)" in each for each in found.sentences), (
+        found.sentences
+    )
 
 
 # ---- what differs before an update ----------------------------------------------------------------------------------
@@ -572,8 +574,8 @@ def test_settings_are_compared_by_pairs_of_weights() -> None:
     assert _differing_settings(ours, theirs, rows) == [
         "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.",
         "The optimizer's betas are (0.9, 0.99) on the baseline and (0.8, 0.99) on the target, for w.",
-        "The weights are float32 on the baseline and bfloat16 on the target: w. An update below their rounding is "
-        "lost.",
+        "The weights are float32 on the baseline and bfloat16 on the target: w. An update that is "
+        "smaller than their rounding is lost.",
     ]
     # A scheduler's initial rate alone.
     theirs = replace(

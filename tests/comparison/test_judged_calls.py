@@ -508,7 +508,7 @@ def test_what_was_not_compared_is_listed() -> None:
     _, remarks = judged(ours, theirs)
     assert remarks == [
         "Not checked: p, q, r and 2 more: it is large, or not the same when the call is repeated.",
-        "Not checked: what the baseline's call alone writes, to cache.",
+        "Not checked: what only the baseline's call writes, to cache.",
         "Not checked: other models that the baseline has called: Head (1 call), Tail (3 calls); --model NAME chooses "
         "one.",
         "Not checked: what the target computes without taps: with them its result changes by 0.5, as where hooks "
@@ -621,7 +621,9 @@ def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any
     assert session.run.call_args.kwargs == {"target": own_rounding}
     assert comparison.answer == ("inconclusive" if own else "differ")
     assert [each.kwargs["floor"] for each in session.verdict.mock_calls] == ["auto", *([2e-3] if own else [])]
-    assert any("computes in bfloat16, 0.002 from" in each for each in comparison.remarks) == bool(own)
+    assert any(
+        "computes in bfloat16: its results differ by up to 0.002 (rel_l2) from" in each for each in comparison.remarks
+    ) == bool(own)
 
 
 def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

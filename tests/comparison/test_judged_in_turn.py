@@ -115,10 +115,10 @@ def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
     assert turns._agreed() == "the results of the next 1 call agree."
     turns._undecided, turns._models = {0: compared("inconclusive"), 1: compared("inconclusive")}, ["Net", "Net"]
     turns._results = []
-    assert turns._agreed() == "Calls 1 and 2 cannot be judged whole."
-    assert turns._agreed(1) == "Call 1 cannot be judged whole."
+    assert turns._agreed() == "Calls 1 and 2 can only be judged in part."
+    assert turns._agreed(1) == "Call 1 can only be judged in part."
     turns._undecided, turns._models = dict.fromkeys(range(3), compared("inconclusive")), ["Net"] * 3
-    assert turns._agreed() == "Calls 1, 2 and 3 cannot be judged whole."
+    assert turns._agreed() == "Calls 1, 2 and 3 can only be judged in part."
 
 
 @pytest.mark.parametrize(("calls", "updates"), [(1, 0), (0, 1)])
@@ -134,7 +134,7 @@ def test_a_single_call_that_proves_nothing_has_its_reasons_in_its_own_text(turns
     found = turns._concluded(["more calls"])
     assert (found.answer, [each for each in found.remarks if each]) == ("inconclusive", ["more calls", "its reason"])
     turns._models.append("Net")
-    assert turns._concluded().remarks[0] == "1 call of Net agrees. Call 1 cannot be judged whole."
+    assert turns._concluded().remarks[0] == "1 call of Net agrees. Call 1 can only be judged in part."
     turns._models.pop()
     turns._updates = 1
     assert turns._concluded().remarks[0].startswith("1 update of the weights agrees.")
@@ -166,7 +166,7 @@ def test_where_something_differs_it_is_said_in_which_call_or_update(turns: Any) 
     assert said(["Net"], 1, 1) == "1 update of the weights agrees. In call 1, of Net:"
     resized = "The input input.x has the shape [2] on the baseline and [3] on the target."
     assert said(["Net", "Net"], not_grafted=[resized]).endswith(
-        "Before call 2, of Net, its inputs have different shapes: one side has made a call more before it, or the "
+        "Before call 2, of Net, its inputs have different shapes: one side has made an extra call before it, or the "
         "scripts' own code between the calls differs."
     )
     assert said(["Net", "Net"], not_grafted=["a has the shape"]).endswith("In call 2, of Net:")

@@ -181,7 +181,7 @@ def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:
         held_updates._differs_in_first_call = later
     assert compared.named == ["w@param"]
     assert compared.findings.following == ()
-    assert compared.remarks[-1].startswith("The closure's first call agrees; its later calls have weights that")
+    assert compared.remarks[-1].startswith("The closure's first call agrees; its later calls use weights that")
 
 
 def test_a_value_of_the_closures_first_call_does_not_follow_from_the_step() -> None:
@@ -235,8 +235,8 @@ def test_weights_of_another_dtype_are_listed_by_the_baselines_names() -> None:
     ours = update(dtypes={"v": "float32", "w": "float32", "u": "float64"})
     theirs = update(dtypes={"v": "float32", "t.w": "bfloat16", "t.u": "float16"})
     assert _differing_settings(ours, theirs, given) == [
-        "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update below their rounding is "
-        "lost.",
+        "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update that is "
+        "smaller than their rounding is lost.",
     ]
 
 

@@ -159,7 +159,7 @@ def test_what_quantising_explains_is_neither_blamed_nor_cleared() -> None:
     answer, text = compared(partial(model), partial(model, Quantised))
     assert answer == "inconclusive", text
     assert text.startswith("The target's weights are quantised to float8_e4m3fn: ")
-    assert "times their scales they differ from the baseline's by at most 0.02" in text
+    assert "multiplied by their scales, they differ from the baseline's by at most 0.02" in text
     assert "From equal inputs, 8 of 8 outputs of such modules differ by " in text
     assert "a mistake within that is not seen." in text
     assert "With the baseline's outputs there, the output is bit-equal; with the target's it is off by " in text

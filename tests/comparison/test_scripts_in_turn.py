@@ -455,7 +455,7 @@ def test_an_inconclusive_call_of_equal_shapes_is_not_excused_as_a_micro_batch(
         found.answers = {"call 1": "inconclusive"}
         result = found.judge([first, update(1)], [second, update(1)])
         assert result.answer == "inconclusive"
-        assert "Call 1 cannot be judged whole." in result.remarks[0]
+        assert "Call 1 can only be judged in part." in result.remarks[0]
 
 
 # ---- calls that raise ------------------------------------------------------------------------------------------------

@@ -337,7 +337,8 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_is(
 ) -> None:
     monkeypatch.setattr(queries_module, "_ANSWER_TIMEOUT", 0.01)
     ranks[1].is_at("running", step=3)
-    with pytest.raises(SessionError, match=r"target\[0\] did not answer within 0.02 s \(computing .* of step 3\)"):
+    said = r"target\[0\] did not answer within 0.02 s \(computing .* of step 3\); session.stacks\(\) shows"
+    with pytest.raises(SessionError, match=said):
         Queries(0.02).ask(ranks[1].rank, AskKeptTags(False), KeptTags)
 
 

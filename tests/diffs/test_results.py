@@ -106,8 +106,8 @@ def test_state_that_calls_write_is_paired_by_its_own_place_alone() -> None:
     # Ports keep state of their own.
     assert left == []
     assert written_on_one_side(returned, other) == [
-        "what the baseline's call alone writes, to mine",
-        "what the target's call alone writes, to theirs",
+        "what only the baseline's call writes, to mine",
+        "what only the target's call writes, to theirs",
     ]
     (said,) = values_of_other_shapes({written_path("k"): torch.ones(2)}, {written_path("k"): torch.ones(3)})
     assert said == "What the call writes to k has the shape [2] on the baseline and [3] on the target."

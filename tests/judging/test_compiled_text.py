@@ -95,7 +95,7 @@ def line(number: int) -> MiscompiledLine:
         (0.1, 0.1, {"grad_mode": "inference_mode"}, "Judged under inference_mode, as grad_mode says."),
         (0.1, 0.1, {"switches": {"a": False}}, "With torch._inductor.config.a = False the compiled result is right"),
         (0.1, 0.1, {"switches": {"a": 1, "b": 2}}, "config.b = 2, together but not one alone, the compiled result"),
-        (0.1, 0.1, {"stage": "aot_eager"}, "backend='aot_eager' does, which does less."),
+        (0.1, 0.1, {"stage": "aot_eager"}, "backend='aot_eager' does, which runs fewer steps of the compiler."),
         (0.1, 0.1, {"pieces": PieceSearch((), False)}, "give a wrong result even when none of them is compiled"),
     ],
 )

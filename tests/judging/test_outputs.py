@@ -128,7 +128,7 @@ def test_an_output_is_kept_under_the_name_of_its_pair() -> None:
     assert Swaps._kept_name(swaps, output_of("own", "h.*")) == "h.1"
     assert Swaps._kept_name(swaps, output_of("own", "old.*")) == "old.1"
     with pytest.raises(
-        SessionError, match=r"values of x were not recorded; .* for all taps \(3,072 MiB on each rank\)"
+        SessionError, match=r"values of x were not recorded, .* into 3,072 MiB on each rank; launch with a larger"
     ):
         Swaps._kept_name(swaps, output_of("x", "x"))
 

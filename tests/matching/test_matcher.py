@@ -935,7 +935,7 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     single = RecordedTap.of("b", torch.tensor([[1.0], [1.0], [1.0], [3.0]]))
     assert _differing_rows(pair, one, single) == " in 1 of 4 elements: row 3"
     all_of_it = RecordedTap.of("b", torch.tensor([[2.0], [3.0], [4.0], [5.0]]))
-    assert _differing_rows(pair, one, all_of_it) == " everywhere, by a relative L2 of 0.5"
+    assert _differing_rows(pair, one, all_of_it) == " everywhere, by rel_l2 0.5"
     constant = RecordedTap.of("b", torch.full((4, 1), 7.0))
     assert _differing_rows(pair, one, constant) == ": all its values are 7, as if it had not been loaded"
     # A layout that does not fit, and values that were not kept.
@@ -1012,7 +1012,7 @@ def test_changed_values_of_a_weight_are_described() -> None:
         assert said(x, scale) == [f"b is a {words}"]
     assert said(x.bfloat16().float(), rel=2e-3) == ["b is a rounded to bfloat16"]
     assert said(x.half().float(), rel=2e-4) == ["b is a rounded to float16"]
-    assert said(x * 1.01, rel=0.01) == ["b is a up to a relative L2 of 0.01 everywhere, by a relative L2 of 0.01"]
+    assert said(x * 1.01, rel=0.01) == ["b is a up to rel_l2 0.01 everywhere"]
     # One rounding of the coarser dtype is no change.
     assert said(x.bfloat16(), rel=2e-3) == said(x, rel=1e-8) == []
     spoiled = x.clone()

@@ -382,7 +382,7 @@ def test_a_kernel_whose_rows_and_columns_alone_are_exchanged_is_named() -> None:
     (problem,) = gl.match_weights(convolutions(), wrong).problems
     assert problem == (
         "stage_2_conv_weight is stage.2.conv.weight in the layout 'a b c d -> d c b a', and 2 other kernels are in the "
-        "layout 'a b c d -> c d b a': all are as high as wide, so they fit either way"
+        "layout 'a b c d -> c d b a': all are square, so they fit either way"
     )
     # A transposed convolution has its input's channels first.
     other = flat(convolutions())
@@ -403,8 +403,8 @@ def gates_first(wrong: Callable[[str], bool]) -> tuple[State, State]:
 def test_gates_of_a_recurrent_layer_in_different_orders_are_named() -> None:
     torch.manual_seed(0)
     (problem,) = gl.match_weights(*gates_first(lambda name: name == "rnn.weight_ih_l0")).problems
-    assert problem.startswith("cells.weight_ih_l0 is rnn.weight_ih_l0 with its rows in another order than cells.")
-    assert problem.endswith(": all gates of one recurrent layer have one order")
+    assert problem.startswith("cells.weight_ih_l0 has the rows of rnn.weight_ih_l0 in a different order than cells.")
+    assert problem.endswith(": all gates of one recurrent layer must have the same order")
     # The target's code may count its gates in another order.
     assert gl.match_weights(*gates_first(lambda name: True)).clean
 
@@ -535,7 +535,7 @@ WRONG_HEADS: dict[str, tuple[Orders, bool, str]] = {
     "k in smaller heads": (
         {"q": lambda w: in_heads(w, 16), "k": lambda w: in_heads(w, 8)},
         False,
-        r"^h\.0\.attn\.k_proj\.weight is .* reordered in heads of 8 rows, and .*q_proj.* in heads of 16 rows: one",
+        r"^h\.0\.attn\.k_proj\.weight is .* reordered in heads of 8 rows, and .*q_proj.* in heads of 16 rows: in one",
     ),
     "q alone": (
         {"q": lambda w: in_heads(w, 16)},
@@ -554,7 +554,7 @@ WRONG_HEADS: dict[str, tuple[Orders, bool, str]] = {
     "k's heads counted otherwise": (
         {"q": lambda w: transposed_heads(w, 4), "k": lambda w: transposed_heads(w, 8)},
         False,
-        "k_proj.* in another order, and .*q_proj.* in another order: one attention",
+        "k_proj.* in another order, and .*q_proj.* in another order: in one attention",
     ),
 }
 
@@ -597,7 +597,7 @@ def test_heads_of_two_sizes_are_a_mistake_unless_one_divides_the_other() -> None
 
     problems = match(12).problems
     assert len(problems) == 2
-    assert re.search(r"v_proj\.weight is .* in heads of 12 rows, and .*q_proj\.weight in heads of 16: one", problems[0])
+    assert re.search(r"v_proj\.weight is .* in heads of 12 rows, and .*q_proj\.weight in heads of 16: in", problems[0])
     assert match(8).clean
 
 
@@ -634,8 +634,8 @@ def test_quantised_weights_are_matched_by_their_values(dtype: torch.dtype, wrong
     assert match.clean is not wrong
     assert not match.unmatched_target
     assert match.notices[-1] == (
-        "weights of the target are quantised (layers.0.qk.weight), and were compared times their scales; the "
-        "converter gives such values in full precision"
+        "weights of the target are quantised (layers.0.qk.weight), and were multiplied by their scales "
+        "before they were compared; the converter gives such values in full precision"
     )
     made: dict[str, Any] = {}
     exec(match.to_code(), made)

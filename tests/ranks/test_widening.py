@@ -78,9 +78,9 @@ CALLS: dict[str, tuple[Callable[[int, torch.Tensor], torch.Tensor], list[str | N
         ["rank 1 failed: TypeError: this rank wants bfloat16", "TypeError: this rank"],
     ),
     "fails late": (fails_late, ["rank 1 failed: TypeError: too late", "TypeError: too late"]),
-    "rounds alone": (rounds_alone, ["rank 1 has come to 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
+    "rounds alone": (rounds_alone, ["rank 1 has reached 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
     "recovers": (recovers, [None, None]),
-    "insists": (insists, ["rank 1 has come to 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
+    "insists": (insists, ["rank 1 has reached 'c10d::allreduce_ torch.bfloat16'", "torch.bfloat16"]),
     "passes on": (passes_on, ["it sends tensors from rank to rank (c10d::send)", "rank to rank (c10d::recv_)"]),
 }
 

@@ -243,12 +243,12 @@ def test_one_wrong_number_of_many_shows_in_the_largest_difference() -> None:
         ),
         (
             Causes({"y": "culprit"}, total=50.0, together=frozenset("ba")),
-            ["a and b move the output together; neither of them does alone."],
+            ["a and b change the output only together; neither of them does alone."],
         ),
         (
             Causes({"y": "culprit"}, total=50.0, together=frozenset("abcdef"), untested=tuple("abcdefgh")),
             [
-                "a, b, c and 3 more move the output together; none of them does alone.",
+                "a, b, c and 3 more change the output only together; none of them does alone.",
                 "Not swapped alone, to limit the number of runs: a, b, c, d, e, f, g, h.",
             ],
         ),
@@ -259,7 +259,7 @@ def test_one_wrong_number_of_many_shows_in_the_largest_difference() -> None:
         (
             Causes({"y": "culprit"}, total=50.0, together=frozenset("abc"), untested=("d", "e"), cut_short=True),
             [
-                "a, b and c move the output together; none of them does alone.",
+                "a, b and c change the output only together; none of them does alone.",
                 "Not swapped alone, to limit the number of runs: d, e.",
                 "Not all sets of groups that might cancel were tried.",
             ],

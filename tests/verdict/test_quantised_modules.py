@@ -120,7 +120,9 @@ def test_equal_outputs_of_equal_weights_need_no_words() -> None:
 def test_codes_without_a_scale_are_not_compared_and_said_to_be_so() -> None:
     weights = [weight(0, 4e3, aligned_by=None), weight(1)]
     modules = found(weights, [])
-    assert "; times their scales they differ from the baseline's by at most 0.026 (rel_l2); " in modules.text[0]
+    assert (
+        "; multiplied by their scales, they differ from the baseline's by at most 0.026 (rel_l2); " in modules.text[0]
+    )
     assert modules.text[0].endswith("the values of 1 are not compared, because no scale was found.")
     assert "layers.0.up.scale" not in modules.scales
     assert differing_data(to_frame(weights), 5.0) == []

@@ -453,7 +453,7 @@ def test_a_named_output_that_no_tap_has_lacks_no_call() -> None:
     [
         (None, "", ""),
         (1e-6, "", ""),
-        (math.nan, "may differ, because neither a tap", ""),
+        (math.nan, "agree is not known: neither a tap", ""),
         (1e-3, "from which they were chosen differ by 0.001, and neither a tap", ""),
         (0.5, "", "from which they were chosen differ by 0.5, and neither a tap"),
     ],

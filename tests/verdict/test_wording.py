@@ -355,7 +355,8 @@ def test_what_was_not_measured_is_not_called_inherited(others: list[str], said: 
 def test_a_suspect_line_is_marked_in_the_text() -> None:
     frame = pd.DataFrame([tap("up", 9.0)], columns=list(COLUMNS))
     lines = [replace(line("up", "target"), is_suspect=True)]
-    assert "(another order, place or other signs, which may be meant)" in text_of(Findings(frame, 5.0, 1, lines=lines))
+    said = "(from here on values have another order, place or sign, which may be intended)"
+    assert said in text_of(Findings(frame, 5.0, 1, lines=lines))
 
 
 def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() -> None:
