@@ -116,7 +116,7 @@ def test_a_call_that_may_inherit_a_flipped_choice_of_an_earlier_one_is_inconclus
     compared = InTurn(monkeypatch, tmp_path, ["agree", "differ"]).judge()
     assert compared.answer == "inconclusive"
     assert compared.text.splitlines()[:2] == [
-        "1 call of Net agrees. Call 2 cannot be judged whole.",
+        "1 call of Net agrees. Call 2 can only be judged in part.",
         "It may be right.",
     ]
     assert InTurn(monkeypatch, tmp_path, ["differ"]).judge().answer == "differ"
