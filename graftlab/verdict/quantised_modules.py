@@ -285,13 +285,16 @@ def _sentences(
     within = {name: [row["rel_l2"] for row in outputs[name]] for name in allowed}
     within = {name: sizes for name, sizes in within.items() if max(sizes) <= allowed[name]}
     sizes = [size for each in within.values() for size in each]
-    if sizes:
+    of_outputs = f"From equal inputs, {len(within)} of {counted(len(outputs), 'output')} of such modules"
+    if any(sizes):
         most = max(within, key=lambda name: max(within[name]))
+        by = " to ".join(dict.fromkeys(f"{size:.2g}" for size in (min(sizes), max(sizes))))
         found.append(
-            f"From equal inputs, {len(within)} of {counted(len(outputs), 'output')} of such modules differ by "
-            f"{min(sizes):.2g} to {max(sizes):.2g}, most at {most}. Quantising explains up to "
-            f"{max(allowed.values()):.2g}; a mistake within that is not seen."
+            f"{of_outputs} differ by {by}, most at {most}. Quantising explains up to {max(allowed.values()):.2g}; a "
+            "mistake within that is not seen."
         )
+    elif sizes:
+        found.append(f"{of_outputs} are equal.")
     return found
 
 

@@ -50,8 +50,13 @@ def test_outputs_up_to_twice_their_median_are_not_named() -> None:
     assert {name: floor.rel_l2 for name, floor in modules.floors.items()} == {
         f"layers.{n}.up": pytest.approx(2 * 0.036 / 5) for n in range(4)
     }
-    assert modules.text[1].startswith(
-        "From equal inputs, 3 of 4 outputs of such modules differ by 0.036 to 0.036, most at "
+    assert modules.text[1].startswith("From equal inputs, 3 of 4 outputs of such modules differ by 0.036, most at ")
+
+
+def test_outputs_that_are_equal_are_said_to_be() -> None:
+    outputs = [row(f"layers.{n}.up", 0.2 * (n > 3), status="grafted") for n in range(6)]
+    assert found([weight(n, 0.0) for n in range(6)], outputs).text[1] == (
+        "From equal inputs, 4 of 6 outputs of such modules are equal."
     )
 
 
@@ -173,7 +178,7 @@ def test_a_module_with_codes_beside_a_full_weight_is_quantised(rows: list[tuple[
             "The target's weights are quantised: layers.*.up.weight in layers 0-2; the values are not compared, "
             "because they are packed."
         )
-        assert modules.text[1].startswith("From equal inputs, 2 of 3 outputs of such modules differ by 0.1 to 0.1,")
+        assert modules.text[1].startswith("From equal inputs, 2 of 3 outputs of such modules differ by 0.1,")
         # Methods for 4 bits may have a direction.
         assert modules.scaled == {}
 
