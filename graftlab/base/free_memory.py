@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 
-_GROUP = Path("/sys/fs/cgroup")
-"""The limits of a container."""
+_GROUPS = Path("/sys/fs/cgroup")
+# A container's limit, what it uses, and its statistics: in version 2 of cgroups, and in version 1.
+_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 _MEMORY = Path("/proc/meminfo")
 
 
@@ -20,18 +24,18 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + kept
     if device.type != "cpu":
         return None
-    found = [_number("MemAvailable", _MEMORY, unit=1024), _left_in_group()]
+    found = [_number("MemAvailable", _MEMORY, unit=1024), *(_left_in_group(*files) for files in _FILES)]
     return min((each for each in found if each is not None), default=None)
 
 
-def _left_in_group() -> int | None:
+def _left_in_group(most: str, usage: str, statistics: str) -> int | None:
     try:
-        limit, used = (int((_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limit, used = (int((_GROUPS / name).read_text()) for name in (most, usage))
     except (OSError, ValueError):
         # There is no group, or its limit is the word "max".
         return None
     # Pages of files that the kernel drops when processes need memory.
-    dropped = _number("inactive_file", _GROUP / "memory.stat") or 0
+    dropped = _number("(?:total_)?inactive_file", _GROUPS / statistics) or 0
     return max(0, limit - used + dropped)
 
 

@@ -19,7 +19,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of a machine with 8 MiB of free memory, and of a container without a limit."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable:   {8 * KIB} kB\n")
     monkeypatch.setattr(free_memory, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(free_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
     return tmp_path
 
 
@@ -40,6 +40,15 @@ def test_free_memory_is_that_of_the_machine_or_what_its_container_leaves(machine
     assert free_bytes(CPU) == 8 * MIB
     limit(machine, str(MIB), 4 * MIB)
     assert free_bytes(CPU) == 0
+
+
+def test_free_memory_is_known_in_a_container_of_the_first_version(machine: Path) -> None:
+    (machine / "memory").mkdir()
+    (machine / "memory" / "memory.limit_in_bytes").write_text(f"{4 * MIB}\n")
+    (machine / "memory" / "memory.usage_in_bytes").write_text(f"{3 * MIB}\n")
+    assert free_bytes(CPU) == MIB
+    (machine / "memory" / "memory.stat").write_text(f"cache 7\ntotal_inactive_file {2 * MIB}\n")
+    assert free_bytes(CPU) == 3 * MIB
 
 
 def test_free_memory_is_unknown_where_no_file_has_it(machine: Path) -> None:
