@@ -49,6 +49,8 @@ class ResultDifference(NamedTuple):
     rel_l2: float
     """Relative to the norm of the first; infinite if only one side is not finite, NaN if no element is finite."""
     dtypes: tuple[str, str]
+    factor: float | None = None
+    """The second one is nearly this multiple of the first, which explains the difference; None if none does."""
 
 
 class ComparedResults(NamedTuple):
@@ -77,6 +79,8 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 _MOST_DENSE = 1 << 24
 # Values of this many numbers that are this near, as rel_l2, are not so by chance.
 _LEAST_WIDTH, _NEAR = 8, 0.1
+# The share of a difference that a factor may leave unexplained, such as rounding.
+_UNEXPLAINED = 0.05
 
 
 def written_path(path: str) -> str:
@@ -235,7 +239,9 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
         if not a.numel():
             # Nothing was compared that could clear a target.
             continue
-        differences.append(ResultDifference(path, _rel_l2(a, b), (_dtype(a), _dtype(b))))
+        rel_l2 = _rel_l2(a, b)
+        factor = _factor(a, b) if 0 < rel_l2 < math.inf else None
+        differences.append(ResultDifference(path, rel_l2, (_dtype(a), _dtype(b)), factor))
     paired = {path for path, _ in pairs}, {path for _, path in pairs}
     less, more = (
         [path for path, tensor in _without_written(each).items() if path not in done and not _is_empty_list(tensor)]
@@ -435,6 +441,15 @@ def _rel_l2(expected: torch.Tensor, found: torch.Tensor) -> float:
         # Whole numbers beyond 2**53 that float64 does not tell apart.
         return 2.0**-53
     return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def _factor(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+    """The factor that explains most of a difference in numbers that round, by least squares; None if none does."""
+    if not expected.dtype.is_floating_point or not found.dtype.is_floating_point or expected.numel() < _LEAST_WIDTH:
+        return None
+    one, other = (_wide(each, False).nan_to_num(0, 0, 0).flatten() for each in (expected, found))
+    factor = float(one.dot(other) / one.dot(one))
+    return factor if (other - factor * one).norm() <= _UNEXPLAINED * (other - one).norm() else None
 
 
 def _wide(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:

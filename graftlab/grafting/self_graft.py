@@ -192,7 +192,7 @@ def _agrees_in_float64(call: Call, result: Mapping[str, torch.Tensor]) -> tuple[
 def note_returned(found: SelfGraft, recorded: Mapping[str, torch.Tensor], result: Any) -> None:
     """Add a result's distance from the recorded one to ``found.returned``, as a root of summed squares."""
     differences = compare_named(recorded, named_tensors(result)).differences
-    for path, rel_l2, _ in differences:
+    for path, rel_l2, _, _ in differences:
         # A distance that is not finite would excuse any difference.
         if math.isfinite(rel_l2):
             found.returned[path] = math.hypot(found.returned.get(path, 0.0), rel_l2)
@@ -262,7 +262,7 @@ def changed_results(result: Mapping[str, torch.Tensor], again: Any, computed_in:
     differences = compare_named(result, named_tensors(again)).differences
     return [
         path
-        for path, rel_l2, (dtype, _) in differences
+        for path, rel_l2, (dtype, _), _ in differences
         if rel_l2 > (assumed_floor(filter(None, [dtype, computed_in]))[0] if roundoff(dtype) else 0.0)
     ]
 

@@ -41,13 +41,16 @@ class ValueDifference:
     """Whether it is state that a call has written, perhaps before the last tap."""
     is_spread: bool = True
     """Whether the difference is in most of the tensor, not in a few rows whose choice (a router's) rounding flips."""
+    factor: float | None = None
+    """The target's values are nearly this multiple of the baseline's; None if no factor explains the difference."""
 
     @property
     def size(self) -> str:
         if math.isinf(self.rel_l2):
             return "in which numbers are finite"
         times = "beyond rounding" if math.isinf(self.times) else f"{self.times:.2g} x what rounding adds up to"
-        return f"by {self.rel_l2:.2g} ({times})"
+        factor = "" if self.factor is None else f"; it is {self.factor:.4g} times the baseline's"
+        return f"by {self.rel_l2:.2g} ({times}{factor})"
 
 
 _NEAR = 0.1
@@ -112,13 +115,13 @@ class ReturnedValues:
         Those that ``leave`` describes are left out.
         """
         found: dict[str, ValueDifference] = {}
-        for path, rel_l2, dtypes in self.differences:
+        for path, rel_l2, dtypes, factor in self.differences:
             if math.isnan(rel_l2):
                 continue
             over = times(rel_l2, floors.of_returned(path, dtypes))
             what = value_in_words(path)
             if over > threshold and what not in leave and (path not in found or over > found[path].times):
-                found[path] = ValueDifference(what, rel_l2, over, is_written(path))
+                found[path] = ValueDifference(what, rel_l2, over, is_written(path), factor=factor)
         return list(found.values())
 
     def most(self, leave: Collection[str] = ()) -> float:
@@ -456,7 +459,7 @@ class UnexplainedDifferences:
 
         Such a number may be a token chosen near a tie, or chosen wrongly.
         """
-        for path, rel_l2, dtypes in self.returned.differences if self.returned else ():
+        for path, rel_l2, dtypes, _ in self.returned.differences if self.returned else ():
             what = value_in_words(path)
             if is_written(path) or any(map(roundoff, dtypes)) or what in self.values_left or not rel_l2 > 0:
                 continue

@@ -130,6 +130,24 @@ def test_values_are_paired_by_place_and_the_others_are_reported() -> None:
     assert lost == ["only the baseline returns the result's ['c']"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_factor_that_explains_a_difference_is_known(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    noisy = 8 * x + torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = {"eighth": x / 8, "eightfold": 8 * x, "noisy": noisy, "equal": x, "few": x[:1, :3] * 8}
+    found = compare_named(dict.fromkeys(results, x) | {"few": x[:1, :3]}, results).differences
+    factors = {each.path: each.factor for each in found}
+    assert factors["eighth"] == pytest.approx(1 / 8)
+    assert factors["eightfold"] == pytest.approx(8)
+    assert [factors[name] for name in ("noisy", "equal", "few")] == [None] * 3
+
+
+def test_whole_numbers_have_no_factor() -> None:
+    x = torch.arange(1, 13)
+    (found,) = compare_named({"x": x}, {"x": 2 * x}).differences
+    assert found.factor is None
+
+
 def test_a_list_that_is_longer_on_one_side_is_not_compared_in_part_alone() -> None:
     two, three = [[torch.ones(2)] * 2, ["a", "b"]], [[torch.ones(2)] * 3, ["a", "b", "c"]]
     assert compare_results(two, three).lost == ["only the target returns the result's [0][2], the result's [1][2]"]
@@ -174,7 +192,7 @@ def test_numbers_of_python_round_as_what_they_were_computed_in() -> None:
         assert [each.dtypes for each in compare_results(found[0].item(), found[0].item()).differences] == [(dtype,) * 2]
         # A long list, as of log-probabilities, is one value. Of few, each counts for itself.
         (whole,) = compare_results(found.tolist(), found.tolist()).differences
-        assert whole == ("", 0.0, (dtype, dtype))
+        assert whole == ("", 0.0, (dtype, dtype), None)
         assert len(compare_results(found[:5].tolist(), found[:5].tolist()).differences) == 5
     assert compare_results(numbers.tolist(), numbers[:19].tolist()).reshaped
     (lost,) = compare_results([math.nan] * 16, [1.0] * 16).differences

@@ -53,6 +53,12 @@ def unexplained(*rows: Row, **more: Any) -> UnexplainedDifferences:
     return UnexplainedDifferences(frame, taps, **given)
 
 
+def test_a_returned_value_that_is_a_multiple_has_its_factor_in_the_sentence() -> None:
+    values = ReturnedValues((ResultDifference("", 7.0, ("float32", "float32"), 8.0),))
+    (sentence,) = unexplained(tap("h", 1), returned_grafted=values, returned=values).after_last_tap()
+    assert sentence.endswith("x what rounding adds up to; it is 8 times the baseline's).")
+
+
 # ---- floors ---------------------------------------------------------------------------------------------------------
 
 
