@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -353,7 +354,7 @@ def test_a_script_that_has_ended_is_reported_in_place_of_a_call() -> None:
     assert describe_call() is describe_result() is prepare_once(False) is held_unit() is end
 
 
-def test_each_rank_widens_its_call_with_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     class Asked(HeldCall):
@@ -367,7 +368,7 @@ def test_each_rank_widens_its_call_with_its_own_numbers(monkeypatch: pytest.Monk
     first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
     for rank, size in ((0, 1), (1, 2)):
         monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
-        widen_call([first, second], {}, "/nowhere", 3)
+        widen_call([first, second], {}, str(tmp_path / "trial"), 3)
     assert asked == [(first, {}, False, 3), (second, {}, True, 3)]
 
 
