@@ -120,7 +120,7 @@ def test_where_all_agree_whole_numbers_are_no_output(
     made.runs.unseen_choices = lambda compared: (math.nan, True)
     # One sentence on them is enough.
     assert unexplained()[1][-1] == "whole_numbers_alone"
-    said = "The returned whole numbers, such as tokens, agree. The values"
+    said = "The returned whole numbers, such as tokens, agree. Whether the values"
     assert unexplained(has_taps=False)[1][-1].startswith(said)
     made.runs.unseen_choices = lambda compared: (0.02, True)
     (differing,) = unexplained(has_taps=False)[0]
