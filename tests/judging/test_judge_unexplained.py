@@ -673,7 +673,7 @@ def test_equal_tokens_of_a_recording_do_not_clear_the_target(tmp_path: Path) -> 
         gl.tap("output", torch.tensor(generated(taps=False)))
     comparison = gl.compare(gl.Recording(tmp_path / "recorded"), load, torch.tensor([7]))
     comparison.session.close()
-    assert comparison.text.startswith("The returned whole numbers, such as tokens, agree. Whether the values from which")
+    assert comparison.text.startswith("The returned whole numbers, such as tokens, agree. Whether the values from")
     assert comparison.answer == "inconclusive"
 
 
