@@ -17,7 +17,7 @@ _MOST = 10.0
 
 
 def moved_by_flips(compared: Verdict) -> dict[str, float]:
-    """By tap of 16 bits, how far it is off (rel_l2) in a call of which nothing is named, if by far more than rounding.
+    """How far each tap of 16 bits is off (rel_l2) in a call in which nothing is named, if by far more than rounding.
 
     From equal inputs these taps agree, so rounding has flipped a choice before them.
     """

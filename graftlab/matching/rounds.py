@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from graftlab.base.world import Side
+from graftlab.diffs.rounding import roundoff
 from graftlab.matching.aligned_taps import AlignedTaps, Sides
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
@@ -15,7 +16,6 @@ from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.row_orders import CallKey, call_of, row_orders
 from graftlab.matching.search import applied
-from graftlab.matching.sketch import roundoff_of
 from graftlab.matching.suspects import NOTE, copies, suspects
 from graftlab.matching.weight_taps import with_weights, without_weights
 
@@ -188,13 +188,13 @@ def _without_lookalikes(record: Record, taps: Sides, proposal: Proposal) -> Prop
     Two places of one residual stream may be nearer to each other than the limit for 16 bits. A graft of one at the
     other makes the taps that follow differ, so the distances are those of a run without grafts of these taps.
     """
-    dtypes = [{tap.name: tap.dtype for tap in side} for side in taps]
+    rounding = [{tap.name: 2 * roundoff(str(tap.dtype).removeprefix("torch.")) for tap in side} for side in taps]
     sharing: dict[str, list[Pair]] = defaultdict(list)
     for pair in proposal.graftable:
         sharing[pair.baseline].append(pair)
 
     def rounds_by(pair: Pair) -> float:
-        return max(roundoff_of(dtypes[0][pair.baseline], dtypes[1][pair.target]), _LEAST)
+        return max(rounding[0][pair.baseline], rounding[1][pair.target], _LEAST)
 
     doubted = [
         pair

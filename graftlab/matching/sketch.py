@@ -124,11 +124,6 @@ def limit_for(*dtypes: torch.dtype) -> float:
     return 3e-2 if half else 1e-3
 
 
-def roundoff_of(*dtypes: torch.dtype) -> float:
-    """The unit in the last place of the coarsest of these dtypes; 0 for whole numbers."""
-    return max((torch.finfo(each).eps for each in dtypes if each.is_floating_point), default=0.0)
-
-
 def alike(one: Sketch, other: Sketch, limit: float) -> bool:
     """Whether two tensors of one size may have the same values in some order."""
     if one.numel != other.numel or one.nonfinite != other.nonfinite or not len(one.quantiles):

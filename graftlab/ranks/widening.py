@@ -96,7 +96,7 @@ def _refuse_too_large(parts: Iterable[torch.Tensor], sharing: int) -> None:
         if size > most:
             raise SessionError(
                 f"in float32 its numbers take {size >> 20:,} MiB on {device}, and a rank may take {most >> 20:,} MiB "
-                "there for that"
+                "of the free memory there; free some, or compare a model with fewer layers"
             )
 
 

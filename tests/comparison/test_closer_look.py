@@ -306,12 +306,12 @@ def test_a_call_runs_in_float32_only_if_each_rank_may_take_that_memory(monkeypat
     monkeypatch.setattr(widening, "free_bytes", lambda device: 2 * 3 * size)
     assert held.widen({}, {}, sharing=3) is None
     held.narrow()
-    reason = "in float32 its numbers take 0 MiB on cpu, and a rank may take 0 MiB there for that"
-    assert held.widen({}, {}, sharing=4) == reason
+    reason = "in float32 its numbers take 0 MiB on cpu, and a rank may take 0 MiB of the free memory there"
+    assert str(held.widen({}, {}, sharing=4)).startswith(reason)
     assert x.dtype == torch.bfloat16
     monkeypatch.setattr(widening, "free_bytes", lambda device: None)
     monkeypatch.setattr(widening, "_BUDGET", size - 1)
-    assert held.widen({}, {}) == reason
+    assert str(held.widen({}, {})).startswith(reason)
     monkeypatch.setattr(widening, "_BUDGET", size)
     assert held.widen({}, {}) is None
     held.narrow()
