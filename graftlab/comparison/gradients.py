@@ -100,7 +100,7 @@ def judge_gradients(
     if factor != 1.0:
         sentences.append(_of_factor(factor, alike, bool(named or absent)))
     if named or factor != 1.0:
-        sentences += _where(baseline[0], target, paired)
+        sentences += _where(baseline[0], target)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
     losses = "" if sentences else _differing_losses(baseline, target, paired)
@@ -345,7 +345,7 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
     )
 
 
-def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], paired: Mapping[str, str]) -> list[str]:
+def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription]) -> list[str]:
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline, target[0]

@@ -163,20 +163,16 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """A row of a verdict's frame as a key: equal for the same call of a tap on the same rank, in any run."""
-    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
-    return row["step"], row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"]
+    return row["step"], row["name"], tags_key(row["tags"]), row["occurrence"], row["rank"]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
-    return (
-        row["in_run"],
-        row["name"],
-        json.dumps(tags, sort_keys=True, default=str),
-        row["occurrence"],
-        row["rank"],
-        row["side"],
-    )
+    return row["in_run"], row["name"], tags_key(row["tags"]), row["occurrence"], row["rank"], row["side"]
+
+
+def tags_key(tags: Mapping[str, Any]) -> str:
+    """The tags that distinguish a tap from others of its name, as a key."""
+    return json.dumps({k: v for k, v in tags.items() if distinguishes_taps(k)}, sort_keys=True, default=str)
 
 
 def ratio(row: Mapping[str, Any], floor: Floor) -> float:
