@@ -11,6 +11,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, first_of, spans
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
@@ -301,9 +302,9 @@ def _sum_of_steps(
                 continue
             fits.append(_distance(found.values, expected.values + before.values) <= _SUM)
         if fits and all(fits):
-            other_side = "baseline" if side == "target" else "target"
+            other = other_side(side)
             return (
-                f"The {side}'s gradients are those of the {other_side} plus the {side}'s own of the last update "
+                f"The {side}'s gradients are those of the {other} plus the {side}'s own of the last update "
                 f"({first_of([*named], _SHOWN)}): they are not set to zero in between (zero_grad)."
             )
     return None

@@ -15,6 +15,7 @@ import pandas as pd
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import cast_dtypes, is_quantised, quantised_roundoff, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
@@ -368,7 +369,7 @@ def _unmeasured(frame: pd.DataFrame, left: pd.DataFrame) -> list[str]:
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:
-    other = "target" if side == "baseline" else "baseline"
+    other = other_side(side)
     return (
         f"{_taps(rows['name'])} {_be(rows, 'has')} a gradient on the {side} only. If the {other} has the tap but "
         "computes no gradient for it, its graph is cut there (detach, no_grad, requires_grad=False), and gradients "

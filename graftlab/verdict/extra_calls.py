@@ -11,6 +11,7 @@ import pandas as pd
 from graftlab.base.tags import display_tags
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import other_side
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import records, tags_key
 
@@ -43,7 +44,7 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
         if both[place] and shown[place][0] not in seen:
             name, own = shown[place]
             seen.add(name)
-            other = "baseline" if side == "target" else "target"
+            other = other_side(side)
             often, seldom = counted(both[place] + more, "time"), counted(both[place], "time")
             by_counts[side, f"{often} and the {other} {seldom}"][name] = f"{name}{own}"
     sentences = []

@@ -11,6 +11,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records, tags_key
@@ -41,7 +42,7 @@ class MisalignedSteps:
 
     @property
     def sentence(self) -> str:
-        behind = "baseline" if self.ahead == "target" else "target"
+        behind = other_side(self.ahead)
         by = counted(self.by, self.unit)
         others = f", and so are those at {counted(self.taps - 1, 'more tap')}" if self.taps > 1 else ""
         remedy = (
