@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from graftlab.base.text import numbered
+
 _NUMBER = re.compile(r"\d+")
 # Where a function calls several models, a model's taps begin with its name. A module inside may be named output, too.
 _OUTPUT = re.compile(r"([^.]+\.)?output([.\[].*)?")
@@ -86,6 +88,12 @@ def place_in_blame(group: str) -> int:
 def numbers_in(name: str) -> tuple[int, ...]:
     """Return the numbers that the group's stars replace."""
     return tuple(int(part) for part in name.split(".") if _NUMBER.fullmatch(part))
+
+
+def in_layers(names: Iterable[str]) -> str:
+    """Return the layers of these taps as the end of a clause, `` in layers 0-3``; blank without layers."""
+    layers = {numbers[0] for name in names if (numbers := numbers_in(name))}
+    return f" in {numbered('layer', layers)}" if layers else ""
 
 
 def filter_of(names: Iterable[tuple[str, str | None]], *, whole_groups: bool = True) -> str | None:

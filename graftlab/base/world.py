@@ -13,6 +13,11 @@ MAX_RANKS = 512
 """The largest number of ranks of both sides together: a rank's status page has one bit for each rank it may await."""
 
 
+def other_side(side: str) -> Side:
+    """Return the side that is compared with this one."""
+    return "target" if side == "baseline" else "baseline"
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank's place in the graft world. ``world_size`` counts the ranks of that side."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -106,13 +107,20 @@ def compare(
     if isinstance(recording, RecordedSide) and recording.frame.empty:
         raise RecordingError(f"{recording} has nothing to compare with; record a call of a model that has taps")
     session = launch(baseline=side, target=1, device=device, timeout=timeout, folder=folder)
-    try:
+    with _closed_on_failure(session):
         theirs = partial(load_and_hold, target, inputs, choice, backward)
         if isinstance(recording, RecordedSide):
             held = session.run(target=theirs).target
             return judge_against_recording(session, recording, held, judging)
         ours = partial(load_and_hold, recording, inputs, choice, backward)
         return judge_held_calls(Repeats(session), *described(session.run(ours, theirs)), judging)
+
+
+@contextlib.contextmanager
+def _closed_on_failure(session: Session) -> Iterator[None]:
+    """Close the session of a comparison that fails or is stopped; otherwise it stays open."""
+    try:
+        yield
     except KeyboardInterrupt as interrupt:
         session.close()
         raise ComparisonStopped(known_at(interrupt)) from None
@@ -157,16 +165,10 @@ def compare_with_compiled(
     ``options`` are those of ``torch.compile``. Returns the session too, which stays open, and the answer.
     """
     session = launch(baseline=1, target=1, device=device, timeout=timeout, folder=folder)
-    try:
+    with _closed_on_failure(session):
         work = partial(define_call, function, inputs, include)
         session.run(work, work)
         found = session.compare_compiled(CALL, threshold=threshold, **options)
-    except KeyboardInterrupt as interrupt:
-        session.close()
-        raise ComparisonStopped(known_at(interrupt)) from None
-    except BaseException:
-        session.close()
-        raise
     answer = answer_of(found.verdict.findings, trusted=True, results_compared=not math.isnan(found.untapped))
     if answer == "agree" and found.untapped > threshold * found.floor:
         answer = "differ"

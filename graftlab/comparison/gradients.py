@@ -11,6 +11,7 @@ import torch
 
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, first_of, spans
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
@@ -100,7 +101,7 @@ def judge_gradients(
     if factor != 1.0:
         sentences.append(_of_factor(factor, alike, bool(named or absent)))
     if named or factor != 1.0:
-        sentences += _where(baseline[0], target, paired)
+        sentences += _where(baseline[0], target)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
     losses = "" if sentences else _differing_losses(baseline, target, paired)
@@ -301,9 +302,9 @@ def _sum_of_steps(
                 continue
             fits.append(_distance(found.values, expected.values + before.values) <= _SUM)
         if fits and all(fits):
-            other_side = "baseline" if side == "target" else "target"
+            other = other_side(side)
             return (
-                f"The {side}'s gradients are those of the {other_side} plus the {side}'s own of the last update "
+                f"The {side}'s gradients are those of the {other} plus the {side}'s own of the last update "
                 f"({first_of([*named], _SHOWN)}): they are not set to zero in between (zero_grad)."
             )
     return None
@@ -345,7 +346,7 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
     )
 
 
-def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription], paired: Mapping[str, str]) -> list[str]:
+def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription]) -> list[str]:
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline, target[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side, other_side
 from graftlab.jobs.script_launcher import ScriptProcess
 from graftlab.ranks.held_call import CallDescription, ScriptEnd
 from graftlab.ranks.held_update import UpdateDescription
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 # Seconds that a script's processes have to end after the first of them.
 _END_LIMIT = 60.0
-
-SIDES: tuple[tuple[Side, Side], ...] = (("baseline", "target"), ("target", "baseline"))
-"""Each side, with the other."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class HeldUnits:
     @property
     def behind(self) -> Side | None:
         """The side that calls its model once more while the other already makes its update."""
-        for side, other in SIDES:
-            if self.holds(side, CallDescription) and self.holds(other, UpdateDescription):
+        for side in SIDES:
+            if self.holds(side, CallDescription) and self.holds(other_side(side), UpdateDescription):
                 return side
         return None
 
@@ -56,7 +53,7 @@ class HeldUnits:
         """The calls that raise, with their sides."""
         return [
             (side, each)
-            for side, _ in SIDES
+            for side in SIDES
             for each in self.of(side)[:1]
             if isinstance(each, CallDescription) and each.raises
         ]

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, listed
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.flipped_choices import doubts_after_flips, moved_by_flips
 from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
-    SIDES,
     HeldUnits,
     described_as,
     failure_of,
@@ -480,7 +479,7 @@ class _HeldInTurn:
         how = how_started(starts) if starts else _HOW
         elsewhere = [
             f"{NOT_CHECKED}calls of models in other processes of the {side}, such as a data loader's workers."
-            for side, _ in SIDES
+            for side in SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
         every = (*remarks, *compared.remarks, *self._raised, *elsewhere)
@@ -590,7 +589,8 @@ class _HeldInTurn:
             remarks = [f"{before} {other}"]
         if remarks:
             return self._with(self._compared, remarks, "inconclusive")
-        for more, fewer in SIDES:
+        for more in SIDES:
+            fewer = other_side(more)
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
                     differ = f"{before} {more} {what} again, and the {fewer} ends: one side does so more often."

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graftlab.base.text import counted
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_calls import judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
@@ -159,9 +159,8 @@ class StartedScripts(Repeats):
             {"baseline": first.baseline, "target": first.target},
             {"baseline": second.baseline, "target": second.target},
         )
-        sides: tuple[Side, ...] = ("baseline", "target")
         return next(
-            (_not_seeded(side, found, where) for side in sides if (found := self._recorded.differing(side))), None
+            (_not_seeded(side, found, where) for side in SIDES if (found := self._recorded.differing(side))), None
         )
 
     def _not_comparable(self, why: str, choice: JudgingChoice) -> Comparison:

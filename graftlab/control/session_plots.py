@@ -22,6 +22,7 @@ from graftlab.plots.explorer import Canvas, without_headline
 from graftlab.plots.style import NotebookFigure
 from graftlab.rows.schema import Row
 from graftlab.verdict.conclusion import conclude_from, history_of, in_order_of, newest_rows, newest_run
+from graftlab.verdict.facts import Facts
 from graftlab.verdict.order import is_lost
 from graftlab.verdict.summary import first_divergent_at, floor_of
 
@@ -189,8 +190,9 @@ def divergence_of_run(session: SessionCore, number: int) -> Figure:
 
 def _divergence_of_step(session: SessionCore, frame: pd.DataFrame, step: int, options: dict[str, Any]) -> Figure:
     run = frame["run"].iloc[0]
-    options.setdefault("noise_floor", floor_of(frame)[0])
-    at = first_divergent_at(frame, math.inf if options["noise_floor"] is None else options["noise_floor"])
+    facts = Facts(frame)
+    options.setdefault("noise_floor", floor_of(facts)[0])
+    at = first_divergent_at(facts, math.inf if options["noise_floor"] is None else options["noise_floor"])
     # The first divergent tap may be in another step than the shown one.
     first = None if at is None else int(frame["step"].iloc[at])
     elsewhere = f" (the first divergent tap is in step {first})" if first not in (None, step) else ""
@@ -213,7 +215,7 @@ def _canvas(session: SessionCore, frame: pd.DataFrame, step: int, noise_floor: f
     rows = [line.row for line in conclude_from(shown).lines]
 
     def state(floor: float | None) -> dict[str, Any]:
-        above = floor_of(frame)[0] if floor is None else floor
+        above = floor_of(Facts(frame))[0] if floor is None else floor
         found = conclude_from(shown, history_of(frame, above), floor)
         return {**explorer.taps(found), **explorer.figures(found)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 import socket
 import time
 from pathlib import Path
@@ -14,10 +13,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two warnings about the same problem.
 _QUIET = 60.0
-
-
-def make_token() -> str:
-    return secrets.token_urlsafe(24)
 
 
 def write_token(path: Path, token: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from graftlab.base.text import positive
 from graftlab.control.run_folder import home
-from graftlab.engine.access import make_token, write_token
+from graftlab.engine.access import write_token
 from graftlab.engine.engine import Engine
 from graftlab.engine.presets import DTYPES, PRESETS, build_model
 from graftlab.engine.server import Server
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hidden = {token: "***", f"--token={token}": "--token=***"}
         sys.orig_argv[:] = [hidden.get(argument, argument) for argument in sys.orig_argv]
     elif not options.no_token:
-        token = make_token()
+        token = secrets.token_urlsafe(24)
     else:
         logger.warning(
             "without a token, every client that can reach %s may use this server: at least every user of this machine",

@@ -82,6 +82,11 @@ def unknown_values(filter_: Filter, taps: Sequence[Tags]) -> dict[str, str]:
     return dict(list(found.items())[:_SUGGESTIONS])
 
 
+def tested_in_words(taps: Sequence[Tags]) -> str:
+    """How many of the taps that were seen a check tests."""
+    return f"{len(taps):,} seen" if len(taps) <= TAP_LIMIT else f"the first {TAP_LIMIT:,} of {len(taps):,} seen"
+
+
 def check_summary(check: FilterCheck, taps: Sequence[Tags]) -> str:
     """Summarize a check that has caught up, in one line: ``0 of 501 seen; did you mean 'name'?``."""
     if check.fault is not None or check.filter is None:
@@ -90,8 +95,7 @@ def check_summary(check: FilterCheck, taps: Sequence[Tags]) -> str:
         return "matches nothing"
     if not taps:
         return "no tap has been seen yet"
-    of = f"{len(taps):,} seen" if len(taps) <= TAP_LIMIT else f"the first {TAP_LIMIT:,} of {len(taps):,} seen"
-    parts = [f"{len(check.hits):,} of {of}"]
+    parts = [f"{len(check.hits):,} of {tested_in_words(taps)}"]
     for name, meant in unknown_tags(check.filter, {tag for tags in taps[:TAP_LIMIT] for tag in tags}).items():
         parts.append(f"no tap has the tag {name!r}" + (f"; did you mean {meant!r}?" if meant else ""))
     if not check.hits:

@@ -54,7 +54,7 @@ class KeptPair:
     def nbytes(self) -> int:
         """Bytes kept; a tensor that occurs twice counts once."""
         tensors = [self.value, self.graft_input.target, *self.graft_input.received_list]
-        return sum({id(tensor): _nbytes(tensor) for tensor in tensors if tensor is not None}.values())
+        return sum({id(tensor): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class KeptPairs:
         if value is not None:
             same = next((i for i, tensor in enumerate(graft_input.received_list) if _is_same(tensor, value)), None)
         tensors = [graft_input.target, *graft_input.received_list]
-        size = sum(map(_nbytes, tensors if value is None or same is not None else [*tensors, value]))
+        size = sum(each.nbytes for each in (tensors if value is None or same is not None else [*tensors, value]))
         if size > self._budget:
             with self._lock:
                 self._added += 1
@@ -237,7 +237,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return (
         copyable(tensor.detach()).to(device="cpu", copy=True, memory_format=torch.contiguous_format).view(tensor.dtype)
     )
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from graftlab.base.world import SIDES, Place, Side
+from graftlab.base.world import SIDES, Place, Side, other_side
 from graftlab.config import Endpoint
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
@@ -308,7 +308,7 @@ class SessionServer:
         if join.side == "target":
             mine, others = others, mine
         if (join.world_size, join.other_world_size) != (mine, others):
-            other = "target" if join.side == "baseline" else "baseline"
+            other = other_side(join.side)
             return (
                 f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} in this "
                 f"job; the session has {options.baseline} baseline and {options.target} target ranks",
@@ -320,7 +320,7 @@ class SessionServer:
             # The successor of a killed process may arrive before the server has noticed the death, above all if a whole
             # machine has vanished.
             again = self._membership.has_begun and (self._tcp_listener is not None or not _is_running(rank.pid))
-            other = "target" if join.side == "baseline" else "baseline"
+            other = other_side(join.side)
             return (
                 f"{rank.label} has joined already, as pid {rank.pid}. Should this job be the {other} (GRAFTLAB_ROLE)? "
                 f"A second pair of jobs needs a separate folder (GRAFTLAB_RUN_DIR)",

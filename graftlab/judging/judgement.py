@@ -60,6 +60,7 @@ from graftlab.verdict.added import (
 )
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls, only_before
+from graftlab.verdict.facts import Facts
 from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
@@ -274,7 +275,7 @@ class Judgement:
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         lines: list[DifferingLine] = []
-        if self._can_trace(evidence, naming):
+        if self._can_trace(naming):
             # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
             to_blame = frame.loc[frame["label"] == "culprit", "group"]
             groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
@@ -512,7 +513,7 @@ class Judgement:
                 compared, self._threshold, grafted, of_weights=of_weights, settings=evidence.settings
             )
         if constant is None and not evidence.selves:
-            constant, _ = floor_of(compared)
+            constant, _ = floor_of(Facts(compared))
         frame = added_frame(
             grafted,
             floors.of_groups(),
@@ -653,7 +654,7 @@ class Judgement:
             return None
         constant = self._runs.request.constant_floor
         if constant is None and not evidence.selves:
-            constant, _ = floor_of(evidence.compared)
+            constant, _ = floor_of(Facts(evidence.compared))
 
         def added(rows: pd.DataFrame) -> pd.DataFrame:
             floors = evidence.floors
@@ -673,7 +674,7 @@ class Judgement:
             return False
         return naming.job_remarks is None or not naming.target_not_repeated
 
-    def _can_trace(self, evidence: Evidence, naming: Naming) -> bool:
+    def _can_trace(self, naming: Naming) -> bool:
         """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
         of_functions = naming.job_remarks is None
         return self._explains(naming) and not (of_functions and naming.not_repeated)

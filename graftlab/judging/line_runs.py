@@ -223,7 +223,7 @@ class LineSearch:
             if isinstance(again, str):
                 self._not_confirmed = True
                 return
-            self._judge(chosen, again, calls)
+            self._judge(chosen, again)
             traced = again
 
     @property
@@ -390,7 +390,7 @@ class LineSearch:
             chosen.append(call)
         return chosen
 
-    def _judge(self, chosen: Sequence[_TracedCall], traced: TracedRun, calls: Sequence[_TracedCall]) -> None:
+    def _judge(self, chosen: Sequence[_TracedCall], traced: TracedRun) -> None:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
             if not self._is_as_before(call, traced):

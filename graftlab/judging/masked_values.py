@@ -9,13 +9,11 @@ from typing import Any
 import pandas as pd
 import torch
 
-from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, kind_of
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
-from graftlab.grafting.kept import OCCURRENCE
-from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns, kept_pair
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import call_key, measured_rows, records
 
@@ -87,12 +85,10 @@ def _masked_by_infinity(runs: VerdictRuns, row: Mapping[str, Any]) -> tuple[int,
 
     None if the sides differ in a place that is not finite in any other way, or the values were not kept.
     """
-    tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
     try:
-        pair = runs.pair(row["name"], row["rank"], row["in_run"], {OCCURRENCE: row["occurrence"], **tags})
+        return _places_masked_by_infinity(*kept_pair(runs, row, row["in_run"]))
     except SessionError:
         return None
-    return _places_masked_by_infinity(*pair)
 
 
 def _places_masked_by_infinity(baseline: torch.Tensor, target: torch.Tensor) -> tuple[int, int] | None:
@@ -139,9 +135,8 @@ def without_masked_values(
     for row in records(frame[frame["name"].isin(may_be_masked)]):
         if kind_of(row["tags"]) is not None:
             continue
-        tags = {tag: value for tag, value in row["tags"].items() if value is not None}
         try:
-            pair = runs.pair(row["name"], row["rank"], row["step"], {OCCURRENCE: row["occurrence"], **tags})
+            pair = kept_pair(runs, row, row["step"])
         except SessionError:
             # Where the pair did not fit the budget, the judgement with all values stays.
             continue

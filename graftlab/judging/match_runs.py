@@ -152,7 +152,7 @@ class _Match:
     def _whole_taps(self, ranks: Sequence[MatchRecord], side: Side) -> list[RecordedTap]:
         """Join the records of a side's ranks into taps of whole tensors."""
         for rank, records in enumerate(ranks):
-            self._moved += sum(_size(tap.value) for tap in records.taps if tap.value is not None)
+            self._moved += sum(tap.value.nbytes for tap in records.taps if tap.value is not None)
             for note in records.notes:
                 self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
         skipped = self._skipped[side]
@@ -233,7 +233,7 @@ class _MatchedRuns(_Match):
         # A match that was stopped may have left its grafts on the ranks.
         theirs = partial(record_taps, self._target, *given, new, gone if self._runs else None)
         title = f"matching, {self._progress(grafts)}"
-        self._moved += sum(_size(graft.value) for grafted in new.values() for graft in grafted)
+        self._moved += sum(graft.value.nbytes for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
         try:
             run.wait(bar=LongWait(title, "taps", lambda: 0))
@@ -283,7 +283,7 @@ class _MatchedRuns(_Match):
             values: list[Tensor | None] = self._session.run(baseline=work).baseline
         else:
             values = self._session.run(target=work).target
-        self._moved += sum(_size(value) for value in values if value is not None)
+        self._moved += sum(value.nbytes for value in values if value is not None)
         return next((value for value in values if value is not None), None)
 
 
@@ -345,7 +345,7 @@ class _MatchedSteps(_Match):
         value: Tensor | None = next(
             (each for rank in ranks if (each := self._recorded_on(rank, name)) is not None), None
         )
-        self._moved += 0 if value is None else _size(value)
+        self._moved += 0 if value is None else value.nbytes
         return value
 
     def _recorded_on(self, rank: RankHandle, value: str | None) -> Any:
@@ -382,10 +382,6 @@ def _in_one_order(ranks: Sequence[Sequence[RecordedTap]]) -> list[RecordedTap]:
     for place, tap in enumerate(merged):
         tap.order = place
     return merged
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _alike(one: RecordedTap, other: RecordedTap) -> bool:

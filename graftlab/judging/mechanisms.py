@@ -18,7 +18,7 @@ from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
-from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns, kept_pair
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND
@@ -171,7 +171,7 @@ class Mechanisms:
     def _map(self, group: str, title: str, pair: tuple[torch.Tensor, torch.Tensor], hint: Hint | None) -> None:
         if pair[0].shape != pair[1].shape or len(self.maps) >= _MOST_MAPS:
             return
-        size = sum(each.numel() * each.element_size() for each in pair)
+        size = sum(each.nbytes for each in pair)
         kept = size <= self._pair_budget
         self._pair_budget -= size if kept else 0
         self.maps[group] = ShownMap(title, difference_map(*pair), hint, pair if kept else None)
@@ -190,7 +190,7 @@ class Mechanisms:
         for row in _shown(self._looked_at(frame, named), frame):
             if now.get(call_key(row)) == row["added"]:
                 with contextlib.suppress(SessionError):
-                    self._pairs[call_key(row)] = self._runs.pair(*_call_of(row))
+                    self._pairs[call_key(row)] = kept_pair(self._runs, row, row["step"])
 
     def _looked_at(self, frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
         """The row of each culprit that adds the most, except where the input of its module is looked at."""
@@ -228,7 +228,7 @@ class Mechanisms:
 
     def _pair(self, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._pairs.get(call_key(row))
-        return self._runs.pair(*_call_of(row)) if known is None else known
+        return kept_pair(self._runs, row, row["step"]) if known is None else known
 
 
 def _filter_of_rows(rows: Iterable[Any]) -> str | None:
@@ -248,12 +248,6 @@ def _worst(frame: pd.DataFrame, named: Sequence[str]) -> dict[str, Any]:
         rows = frame[frame["group"] == group]
         found[group] = rows.iloc[int(rows["ratio"].fillna(0.0).to_numpy().argmax())]
     return found
-
-
-def _call_of(row: Any) -> tuple[str, int, int, dict[str, Any]]:
-    """The arguments that select a kept pair: its tap's name, rank, step, and tags with the occurrence."""
-    tags = {tag: value for tag, value in row["tags"].items() if value is not None}
-    return row["name"], int(row["rank"]), int(row["step"]), {OCCURRENCE: int(row["occurrence"]), **tags}
 
 
 def _title(row: pd.Series[Any]) -> str:

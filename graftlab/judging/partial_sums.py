@@ -23,8 +23,7 @@ from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.errors import SessionError
-from graftlab.grafting.kept import OCCURRENCE
-from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns, kept_pair
 from graftlab.verdict.added import coarser_dtype, measured_rows
 
 # Means may add up by chance, so in this many calls of a group the tensors themselves are added too.
@@ -157,10 +156,9 @@ def _floor(call: Call, limits: Mapping[str, float]) -> float:
 def _sum_apart(runs: VerdictRuns, call: Call) -> float:
     """How far the sum of a call's tensors is from the baseline's (rel_l2); infinite if they are no summands."""
     pairs = []
-    for rank, row in sorted(call.items()):
-        tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
+    for _, row in sorted(call.items()):
         try:
-            pairs.append(runs.pair(row["name"], rank, row["in_run"], {OCCURRENCE: row["occurrence"], **tags}))
+            pairs.append(kept_pair(runs, row, row["in_run"]))
         except SessionError:
             # A pair that did not fit the budget proves nothing.
             return math.inf

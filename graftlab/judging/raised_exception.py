@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graftlab.base.world import Side
+from graftlab.base.world import Side, other_side
 from graftlab.lines.frames import frames_of_traceback
 from graftlab.ranks.messages import Failure
 
@@ -27,7 +27,7 @@ class RaisedException:
 
     @property
     def sentence(self) -> str:
-        other = "target" if self.side == "baseline" else "baseline"
+        other = other_side(self.side)
         return f"The {self.side} raises {self.what}{f' ({self.place})' if self.place else ''}; the {other} does not."
 
 

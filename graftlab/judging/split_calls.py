@@ -10,7 +10,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.base.text import counted, first_of
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.default import unfit_shapes
 from graftlab.verdict.added import records
@@ -46,12 +46,9 @@ def split_calls(rows: pd.DataFrame) -> SplitCalls:
     if not any(found["unfit"] for found in extra.values()):
         return {}
     return {
-        tap: {side: found[side] + found["measured"] + found["unfit"] + found["failed"] for side in _SIDES}
+        tap: {side: found[side] + found["measured"] + found["unfit"] + found["failed"] for side in SIDES}
         for tap, found in extra.items()
     }
-
-
-_SIDES: tuple[Side, Side] = ("baseline", "target")
 
 
 def not_paired(split: SplitCalls) -> list[str]:

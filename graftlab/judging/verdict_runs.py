@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tags import TapIdentity
+from graftlab.base.tags import TapIdentity, own_tags
 from graftlab.base.tap_groups import DATA, filter_of, kind_of
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, restore_plan, start_under
@@ -23,6 +23,7 @@ from graftlab.control.work import pack_callees
 from graftlab.diffs.rounding import cast_dtypes, roundoff
 from graftlab.errors import RunError, SessionError, WaitInterrupted
 from graftlab.grafting.filled_memory import Repetition
+from graftlab.grafting.kept import OCCURRENCE
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.judging.match_runs import match
@@ -542,6 +543,15 @@ class CalledRuns(VerdictRuns):
 
     def pair(self, name: str, rank: int, step: int, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.session.tensors(name, rank=rank, step=self._zero + step, **tags)
+
+
+def kept_pair(runs: VerdictRuns, row: Mapping[str, Any], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair that the newest run of both sides kept of a row's call, in this step of that run.
+
+    Raises :class:`SessionError` if there is none, as where it did not fit the budget.
+    """
+    tags = {tag: value for tag, value in own_tags(row["tags"]).items() if value is not None}
+    return runs.pair(row["name"], int(row["rank"]), int(step), {OCCURRENCE: int(row["occurrence"]), **tags})
 
 
 # The same as the threshold of a verdict, over the smallest floor that a value of this dtype has.

@@ -21,7 +21,7 @@ from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import OneOf, Order, Partial, Replicate, Shard
-from graftlab.layouts.steps import Pack, Step, Unpack
+from graftlab.layouts.steps import Step
 
 REPEATED = "recompute_pseudo"
 """The axis of a forward pass that activation checkpointing repeats; it has no ranks."""
@@ -111,19 +111,16 @@ def layouts_of_pair(
     sizes: Mapping[str, int] | None = None,
     *,
     split_sizes: Mapping[str, int] | None = None,
-    packed: bool = False,
 ) -> tuple[Layout, Layout]:
     """Return the layouts of two annotated sides; the whole tensor has the dimensions of the baseline's names.
 
-    Dimensions with equal names correspond. ``t`` on one side corresponds to ``b`` and ``s`` on the other: row by row,
-    or with ``packed`` by the lengths of the sequences, without padding. If both sides have ``b``, or neither has, it
-    corresponds to ``s`` alone. ``sizes`` gives sizes of fused dimensions that do not follow from shapes;
-    ``split_sizes`` those that are used only where ``sizes`` lacks one. Raises :class:`LayoutError` for names that only
-    one side has.
+    Dimensions with equal names correspond. ``t`` on one side corresponds to ``b`` and ``s`` on the other, row by row.
+    If both sides have ``b``, or neither has, it corresponds to ``s`` alone. ``sizes`` gives sizes of fused dimensions
+    that do not follow from shapes; ``split_sizes`` those that are used only where ``sizes`` lacks one. Raises
+    :class:`LayoutError` for names that only one side has.
     """
     one, other = parse_dims(baseline), parse_dims(target)
     left, right = [dim.names for dim in one.dims], [dim.names for dim in other.dims]
-    before: list[Step] = []
     known, known_split = dict(sizes or {}), dict(split_sizes or {})
     mine, theirs = set(one.names), set(other.names)
     if TOKENS in mine ^ theirs and SEQUENCE in mine ^ theirs and (BATCH in mine) == (BATCH in theirs):
@@ -136,22 +133,14 @@ def layouts_of_pair(
     tokens = {TOKENS}, {BATCH, SEQUENCE}
     unlike = mine - theirs, theirs - mine
     if unlike in (tokens, tokens[::-1]):
-        flat, padded = (left, right) if TOKENS in mine else (right, left)
-        if packed:
-            # Packing joins or separates the first two dimensions; the rest is a rearrangement after it.
-            if padded[:2] != [(BATCH,), (SEQUENCE,)] or flat[0] != (TOKENS,):
-                raise LayoutError("packed needs t, or b and s, as the first dimensions", baseline)
-            before.append(Unpack() if TOKENS in mine else Pack())
-            flat[0:1] = [(BATCH,), (SEQUENCE,)] if TOKENS in mine else flat[0:1]
-            padded[0:2] = [(TOKENS,)] if TOKENS not in mine else padded[0:2]
-        else:
-            flat[:] = [tuple(_spread(group)) for group in flat]
+        flat = left if TOKENS in mine else right
+        flat[:] = [tuple(_spread(group)) for group in flat]
     elif mine != theirs:
         alone = sorted(unlike[0] or unlike[1])[0]
         text, side = (baseline, "baseline") if unlike[0] else (target, "target")
         raise LayoutError(f"only the {side} has {alone!r}, so they are not one tensor", text, _place(text, alone))
     rearranged = _rearrangement(left, right, _needed([*left, *right], known, known_split))
-    between = (*before, *([] if rearranged is None else [rearranged]))
+    between = [] if rearranged is None else [rearranged]
     return one.layout(), Layout((*between, *other.layout().steps))
 
 

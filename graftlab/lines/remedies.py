@@ -108,7 +108,7 @@ def _without_added(
             alike = _equal_values(number, target.trace, baseline.trace, tolerance)
             if _does_nothing(region.last.name, alike, baseline.trace) is not None:
                 continue
-            if _has_counterpart(region, number, alike, target.trace, baseline, tolerance):
+            if _has_counterpart(region, alike, target.trace, baseline, tolerance):
                 continue
             reads = any(
                 not alike.isdisjoint(each.inputs) and each.call in {own.call for own in after}
@@ -128,7 +128,7 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
                     yield True, Remedy("target", idle, grafted={idle.index: region.last.index})
                 # Otherwise the line that made its other arguments, such as a mask, is at fault.
                 continue
-            if _has_counterpart(region, number, alike, baseline.trace, target, tolerance):
+            if _has_counterpart(region, alike, baseline.trace, target, tolerance):
                 continue
             readers = {each.index: n for each in target.lost for n in each.inputs if n in alike}
             if readers:
@@ -268,12 +268,10 @@ def _is_of_one_line(operation: TracedOperation, numbers: set[int], part: LostPar
     return True
 
 
-def _has_counterpart(
-    region: _Region, number: int, numbers: set[int], trace: SliceTrace, other: LostPart, tolerance: float
-) -> bool:
+def _has_counterpart(region: _Region, numbers: set[int], trace: SliceTrace, other: LostPart, tolerance: float) -> bool:
     """Whether the other side does the same to a value as a region, with different arguments. Then neither lacks it.
 
-    ``numbers`` are the other side's values that equal value ``number``. An operation that this side also has elsewhere,
+    ``numbers`` are the other side's values that equal the value. An operation that this side also has elsewhere,
     with the same arguments, is not the region's counterpart.
     """
     lost = {each.index for each in other.lost}

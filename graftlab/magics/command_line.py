@@ -71,6 +71,22 @@ class Command:
     choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-b", "--baseline", type=positive, metavar="N", default=1, help="baseline ranks (default 1)")
+    command.add_argument("-t", "--target", type=positive, metavar="N", default=1, help="target ranks (default 1)")
+
+
+def _add_out(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-o",
+        "--out",
+        type=_variable,
+        metavar="NAME",
+        default="session",
+        help="assign the session to this (default session)",
+    )
+
+
 def _add_keep_rows(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keep-rows",
@@ -163,8 +179,7 @@ def _commands() -> dict[str, Command]:
         return parser
 
     up = command("up", "Start the ranks and assign the session to the variable `session`.")
-    up.add_argument("-b", "--baseline", type=positive, metavar="N", default=1, help="baseline ranks (default 1)")
-    up.add_argument("-t", "--target", type=positive, metavar="N", default=1, help="target ranks (default 1)")
+    _add_ranks(up)
     up.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPUs, or cpu without one)")
     up.add_argument("--backend", help="collective backend of each side's process group (default: nccl or gloo)")
     up.add_argument(
@@ -177,14 +192,7 @@ def _commands() -> dict[str, Command]:
     up.add_argument(
         "--start-method", choices=("forkserver", "spawn"), default="forkserver", help="how ranks are started"
     )
-    up.add_argument(
-        "-o",
-        "--out",
-        type=_variable,
-        metavar="NAME",
-        default="session",
-        help="assign the session to this (default session)",
-    )
+    _add_out(up)
     _add_keep_rows(up)
     up.add_argument(
         "--on",
@@ -201,8 +209,7 @@ def _commands() -> dict[str, Command]:
     up.add_argument("--replace", action="store_true", help="close the open session and its ranks first")
 
     listen = command("listen", "Wait for jobs that another launcher starts, and show how they join.")
-    listen.add_argument("-b", "--baseline", type=positive, metavar="N", default=1, help="baseline ranks (default 1)")
-    listen.add_argument("-t", "--target", type=positive, metavar="N", default=1, help="target ranks (default 1)")
+    _add_ranks(listen)
     listen.add_argument("--folder", help="folder for rows, in which jobs find this session (default: a new one)")
     listen.add_argument("--append", action="store_true", help="continue in a folder with rows, and take over its jobs")
     listen.add_argument(
@@ -218,14 +225,7 @@ def _commands() -> dict[str, Command]:
         help=f"how long to wait for jobs; a tap waits half as long (default {limits.TIMEOUT:g})",
     )
     _add_keep_rows(listen)
-    listen.add_argument(
-        "-o",
-        "--out",
-        type=_variable,
-        metavar="NAME",
-        default="session",
-        help="assign the session to this (default session)",
-    )
+    _add_out(listen)
 
     command("status", "Show what each rank is doing now.")
     command("stacks", "Show the Python stack of every thread of each rank.")

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from graftlab.base.world import Side
+from graftlab.base.world import Side, other_side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import (
@@ -493,7 +493,7 @@ class Matcher:
     def _reason(self, tap: RecordedTap, side: Side) -> str:
         if tap.name in self.why:
             return self.why[tap.name]
-        other = "target" if side == "baseline" else "baseline"
+        other = other_side(side)
         if tap.sketch.nonfinite == tap.sketch.numel:
             return "it has no finite value"
         if tap.sketch.constant:

@@ -56,7 +56,7 @@ def misplaced(pairs: Sequence[Pair], baseline: Iterable[str]) -> list[Contradict
     return [*problems, *(each for each in odd_layouts(pairs, [*baseline]) if each.tap not in names)]
 
 
-def notices_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[str]:
+def notices_of(pairs: Sequence[Pair], baseline: Items) -> list[str]:
     """Sentences on what is unusual but may be intended: rows in a different order, unused parts."""
     problems: list[str] = []
     for pair in pairs:

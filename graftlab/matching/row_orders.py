@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from graftlab.base.text import counted
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.layouts.row_alignment import Index, aligned, sequence_lengths
 from graftlab.matching.names import similarity, words_of
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -137,8 +137,7 @@ def unpaired_rows(
     All rows of padding have the same values at a tap such as the tokens or their embeddings.
     """
     counts: dict[Side, int] = {}
-    sides: tuple[Side, Side] = ("baseline", "target")
-    for side in sides:
+    for side in SIDES:
         calls = _by_call(taps[side])
         known: dict[CallKey, npt.NDArray[np.bool_]] = {}
         dims: dict[CallKey, tuple[int, ...]] = {}

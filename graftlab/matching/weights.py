@@ -100,7 +100,7 @@ def match_weights(baseline: State, target: State) -> WeightMatch:
         {name: why.replace(" tap ", " parameter ") for name, why in unmatched_baseline.items()},
         {name: why.replace(" tap ", " parameter ") for name, why in unmatched_target.items()},
         tuple(mistakes_of(pairs, matcher.baseline, matcher.target)),
-        (*notices_of(pairs, matcher.baseline, matcher.target), *_quantised(given, states)),
+        (*notices_of(pairs, matcher.baseline), *_quantised(given, states)),
         {(side, name): tuple(value.shape) for side, state in sides.items() for name, value in state.items()},
         {(side, name): value.dtype for side, state in sides.items() for name, value in state.items()},
     )
@@ -295,7 +295,7 @@ def match_constants(matcher: Matcher) -> None:
     for tap in left:
         for other in matcher.left("baseline"):
             if other.shape == tap.shape and other.sketch.constant and _equal(other, tap):
-                scored.append((_by_name(matcher, other.name, tap.name), other.name, tap.name))
+                scored.append((_by_name(other.name, tap.name), other.name, tap.name))
     taken: set[str] = set()
     for _, one, name in sorted(scored, key=lambda each: -each[0]):
         if one not in taken and name not in taken:
@@ -308,7 +308,7 @@ def _equal(one: RecordedTap, other: RecordedTap) -> bool:
     return one.flat is not None and other.flat is not None and bool(np.array_equal(one.flat, other.flat))
 
 
-def _by_name(matcher: Matcher, baseline: str, target: str) -> float:
+def _by_name(baseline: str, target: str) -> float:
     """How well two names fit together, including their layers and roles."""
     score = similarity(baseline, target)
     mine, theirs = role_of(baseline), role_of(target)

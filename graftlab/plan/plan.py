@@ -15,7 +15,7 @@ from graftlab.base.html import bundle, cell, marked_up, rest_of, table
 from graftlab.base.sources import literal
 from graftlab.base.tags import own_tags
 from graftlab.base.text import shortened
-from graftlab.base.world import Direction, Side
+from graftlab.base.world import Direction, Side, other_side
 from graftlab.errors import FilterError, PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.filters.patterns import bounded_rewrite
@@ -230,7 +230,7 @@ class GraftPlan:
         for side, tag in (("baseline", "baseline_name"), ("target", "target_name")):
             asking = [name for name in FILTERS if tag in self._filters[name].names]
             if asking and any(rule[0] == side for rule in self.rename):
-                other = "target" if side == "baseline" else "baseline"
+                other = other_side(side)
                 raise PlanError(
                     f"{asking[0]} uses {tag}, which the {other}'s ranks cannot know because rename rewrites the "
                     f"{side}'s names. Use name, which is the name after the rename, or write pairs=[...] instead of "
@@ -257,7 +257,7 @@ class GraftPlan:
         """Each side's taps by whose rows layouts of pairs find theirs."""
         found: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         for rule in self.pairs:
-            other: Side = "target" if rule.whole == "baseline" else "baseline"
+            other = other_side(rule.whole)
             for step in rule.row_steps:
                 found[rule.whole].add(step.of)
                 found[other].add(step.into)
@@ -299,7 +299,7 @@ class GraftPlan:
         if found:
             return found
         paired = self.rewrite(side, name)
-        other: Side = "target" if side == "baseline" else "baseline"
+        other = other_side(side)
         theirs = None if self._renames[other] else paired
         alone = None
         if self.pairs and theirs is not None and self._pair_table.has(other, theirs):

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from graftlab.plots import style
 from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
 from graftlab.plots.style import Array
+from graftlab.verdict.facts import Facts
 from graftlab.verdict.order import group, is_lost
 from graftlab.verdict.summary import floor_of
 
@@ -58,7 +59,7 @@ def over_steps(
         differs=taps.nonfinite > 0,
     )
     lost = ", ".join(f"{mask.sum():,} {status}" for status, mask in taps.statuses.items() if is_lost(status))
-    return _draw_heatmap(figure, ax, cells, value, *floor_of(frame, noise_floor), lost)
+    return _draw_heatmap(figure, ax, cells, value, *floor_of(Facts(frame), noise_floor), lost)
 
 
 _MOST = 240

@@ -153,11 +153,7 @@ class HeldCall:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         self._restore()
-        result = self._called()
-        if isinstance(result, GeneratorType):
-            # Otherwise the items would be computed after the call, in the script's code.
-            result = list(itertools.islice(result, _MOST_ITEMS))
-        results = named_tensors(result)
+        results = named_tensors(self._called())
         state = self._written() if self._shows_written else {}
         if self._has_backward:
             self._go_backward(results)
@@ -425,11 +421,9 @@ class HeldCall:
 
     def _called(self) -> Any:
         if self._in_float64 is None:
-            return self._call()
+            return _with_items(self._call())
         with taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
-            result = self._call()
-            if isinstance(result, GeneratorType):
-                result = list(itertools.islice(result, _MOST_ITEMS))
+            result = _with_items(self._call())
         self._in_float64 |= coarse.left
         return result
 
@@ -511,6 +505,11 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _with_items(result: Any) -> Any:
+    """The items of a generator, which would otherwise be computed after the call, in the script's code."""
+    return list(itertools.islice(result, _MOST_ITEMS)) if isinstance(result, GeneratorType) else result
 
 
 def _reshard(model: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,10 +17,10 @@ from graftlab.base.tap_groups import kind_of
 from graftlab.base.world import Side
 from graftlab.grafting import active
 from graftlab.grafting.decisions import given_tags, recompute_status
+from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.lines.operations import OperationRecorder, modes_in_force
 from graftlab.lines.traces import SliceTrace, TraceRequest, slice_of
-from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import TapHandler, ambient, here
 from graftlab.taps.routing import handled_by
@@ -71,18 +71,6 @@ def _has_gradient(request: TraceRequest) -> bool:
     return any(kind_of(each.tags) is not None for each in request.wanted)
 
 
-class SteppingGrafter(Protocol):
-    """The part of the grafter that a tracer uses."""
-
-    @property
-    def plan(self) -> GraftPlan:
-        """The plan in force."""
-
-    @property
-    def moment(self) -> tuple[int, int] | None:
-        """The current run and step."""
-
-
 class TracedSteps:
     """Traces the operations of a job in its own loop, during ``steps`` whole steps.
 
@@ -90,9 +78,7 @@ class TracedSteps:
     the trace does not fail the job: it ends the trace, and is its ``obstacle``.
     """
 
-    def __init__(
-        self, request: TraceRequest, steps: int, side: Side, grafter: SteppingGrafter, takes: TapHandler
-    ) -> None:
+    def __init__(self, request: TraceRequest, steps: int, side: Side, grafter: Grafter, takes: TapHandler) -> None:
         self.obstacle = ""
         """Why nothing was traced, in words."""
         self._request, self._steps, self._side = request, steps, side
@@ -173,9 +159,7 @@ def _has_compiled() -> bool:
 class _LineTracer:
     """Passes taps on to ``takes``, and notes their values before and after. ``first_step`` is the run's first step."""
 
-    def __init__(
-        self, request: TraceRequest, side: Side, grafter: SteppingGrafter, takes: TapHandler, first_step: int
-    ) -> None:
+    def __init__(self, request: TraceRequest, side: Side, grafter: Grafter, takes: TapHandler, first_step: int) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
         # Only one side's backward pass may read some of the values that the forward pass reads.

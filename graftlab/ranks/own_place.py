@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from graftlab.base.world import Place, Side
+from graftlab.base.world import Place, other_side
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError
 
@@ -34,7 +34,7 @@ def place_of(config: GraftConfig) -> Place:
     """
     config.require_complete()
     side = config.side
-    other: Side = "target" if side == "baseline" else "baseline"
+    other = other_side(side)
     rank, size, source = own_rank()
     expected = config.world_size(side)
     if size != expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from pathlib import Path
@@ -217,7 +218,7 @@ class Recording(RecordedSide):
         return self._newest[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self.folder), self.partial)
+        return functools.partial(Recording, partial=self.partial), (str(self.folder),)
 
 
 def _impossible(entry: TapEntry, before: int) -> str:
@@ -229,10 +230,6 @@ def _impossible(entry: TapEntry, before: int) -> str:
     if entry.extra_tensors and not isinstance(entry.extras, dict | None):
         return "its extras are tensors but not a dict"
     return ""
-
-
-def _reopen(folder: str, partial: bool) -> Recording:
-    return Recording(folder, partial=partial)
 
 
 def _after(entries: list[TapEntry]) -> str:

@@ -5,6 +5,7 @@ Each file has ``{"value": tensor, "meta": {...}}`` and is read by torch's restri
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -60,11 +61,7 @@ class SglangDump(RecordedSide):
         return value.detach().as_subclass(torch.Tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self.folder), self.partial)
-
-
-def _reopen(folder: str, partial: bool) -> SglangDump:
-    return SglangDump(folder, partial=partial)
+        return functools.partial(SglangDump, partial=self.partial), (str(self.folder),)
 
 
 def _entries(folder: Path) -> tuple[dict[int, tuple[list[TapEntry], list[str]]], int]:

@@ -138,7 +138,6 @@ class LogReader:
             line = found[0][: found[0].index(b"\n")] if found else None
             # A log that is empty, or has half a line, is that of a process that was killed when it had just begun it.
             self.header = Header(COLUMNS, 0) if line is None else read_header(line, self.path)
-            self.has_header = line is not None
             self._begin = 0 if line is None else len(line) + 1
             self._sums = Sums(folder, self.header.first)
             if line is not None:

@@ -7,7 +7,6 @@ import builtins
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
 from typing import Any
 
 from graftlab.base.sources import literal, parse
@@ -33,7 +32,7 @@ def source_to_share(spec: TransformSpec) -> str:
         written = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
         raise _cannot(spec, f"its source is not known ({error})") from error
-    definition = _definition(written, function)
+    definition = _definition(written)
     if definition is None:
         raise _cannot(spec, "several functions begin on its line; define it with def")
     read = inspect.getclosurevars(function)
@@ -44,7 +43,7 @@ def source_to_share(spec: TransformSpec) -> str:
     return "\n".join([*(line for line in lines if line), definition])
 
 
-def _definition(written: str, function: Callable[..., Any]) -> str | None:
+def _definition(written: str) -> str | None:
     """The statement that defines a function, without decorators; a lambda is given the name ``transform``."""
     try:
         tree = parse(written)

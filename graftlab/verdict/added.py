@@ -15,6 +15,7 @@ import pandas as pd
 from graftlab.base.tags import distinguishes_taps, own_tags
 from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import cast_dtypes, is_quantised, quantised_roundoff, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
@@ -163,20 +164,16 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def call_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """A row of a verdict's frame as a key: equal for the same call of a tap on the same rank, in any run."""
-    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
-    return row["step"], row["name"], json.dumps(tags, sort_keys=True, default=str), row["occurrence"], row["rank"]
+    return row["step"], row["name"], tags_key(row["tags"]), row["occurrence"], row["rank"]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    tags = {k: v for k, v in row["tags"].items() if distinguishes_taps(k)}
-    return (
-        row["in_run"],
-        row["name"],
-        json.dumps(tags, sort_keys=True, default=str),
-        row["occurrence"],
-        row["rank"],
-        row["side"],
-    )
+    return row["in_run"], row["name"], tags_key(row["tags"]), row["occurrence"], row["rank"], row["side"]
+
+
+def tags_key(tags: Mapping[str, Any]) -> str:
+    """The tags that distinguish a tap from others of its name, as a key."""
+    return json.dumps({k: v for k, v in tags.items() if distinguishes_taps(k)}, sort_keys=True, default=str)
 
 
 def ratio(row: Mapping[str, Any], floor: Floor) -> float:
@@ -372,7 +369,7 @@ def _unmeasured(frame: pd.DataFrame, left: pd.DataFrame) -> list[str]:
 
 
 def _one_sided_gradients(rows: pd.DataFrame, side: str) -> str:
-    other = "target" if side == "baseline" else "baseline"
+    other = other_side(side)
     return (
         f"{_taps(rows['name'])} {_be(rows, 'has')} a gradient on the {side} only. If the {other} has the tap but "
         "computes no gradient for it, its graph is cut there (detach, no_grad, requires_grad=False), and gradients "

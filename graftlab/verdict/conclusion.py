@@ -17,7 +17,7 @@ from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, UNMEASURED, Column, Row
 from graftlab.verdict.facts import GRAFTED, Facts
 from graftlab.verdict.order import is_missing, tap_codes
-from graftlab.verdict.summary import differences, divergent_rows, first_divergent_of, floor_of_facts, sentence_of_first
+from graftlab.verdict.summary import differences, divergent_rows, first_divergent_at, floor_of, sentence_of_first
 
 # While a run is in progress, computing its history takes at most this share of the time.
 _SHARE = 0.1
@@ -76,9 +76,9 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
     # Rows may be of different steps; each is the newest of its tap, so no sentence names a step.
     frame = pd.DataFrame(list(rows), columns=list(COLUMNS)).drop(columns="step")
     facts = Facts(frame)
-    floor, _ = floor_of_facts(facts, noise_floor)
+    floor, _ = floor_of(facts, noise_floor)
     lines = tap_summaries(rows, history)
-    at, first = first_divergent_of(facts, floor), None
+    at, first = first_divergent_at(facts, floor), None
     if at is not None:
         key = _key(rows[at])
         first = next(number for number, line in enumerate(lines) if _key(line.row) == key)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from graftlab.base.tags import display_tags, distinguishes_taps
+from graftlab.base.tags import display_tags
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import other_side
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import records
+from graftlab.verdict.added import records, tags_key
 
 _ALONE = ("missing", "unmatched")
 
@@ -30,8 +30,7 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
     for row in records(rows[rows["status"].isin([*MEASURED, *_ALONE])]):
         if row["tags"].get("recompute_status") == "recompute" or group_of(row["name"], row["tags"]) not in named:
             continue
-        tags = json.dumps({k: v for k, v in row["tags"].items() if distinguishes_taps(k)}, sort_keys=True, default=str)
-        place = (row["name"], tags, row["step"], row["rank"])
+        place = (row["name"], tags_key(row["tags"]), row["step"], row["rank"])
         if row["status"] in _ALONE:
             alone[(*place, row["side"])] += 1
         else:
@@ -45,7 +44,7 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
         if both[place] and shown[place][0] not in seen:
             name, own = shown[place]
             seen.add(name)
-            other = "baseline" if side == "target" else "target"
+            other = other_side(side)
             often, seldom = counted(both[place] + more, "time"), counted(both[place], "time")
             by_counts[side, f"{often} and the {other} {seldom}"][name] = f"{name}{own}"
     sentences = []

@@ -41,7 +41,8 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
 
     If the two differ only at some places of a dimension, the hint names them, and the change is sought there.
     """
-    if baseline.shape != target.shape or baseline.numel() == 0 or not _is_real(baseline) or not _is_real(target):
+    are_real = baseline.is_floating_point() and target.is_floating_point()
+    if baseline.shape != target.shape or baseline.numel() == 0 or not are_real:
         return None
     x, y = baseline.double(), target.double()
     finite = x.isfinite() & y.isfinite()
@@ -65,10 +66,6 @@ def hint_of(baseline: Tensor, target: Tensor) -> Hint | None:
     if found is None:
         return Hint(f"the sides differ only at {where}", 1.0, spans)
     return Hint(f"only at {where}, {found.text}", found.fit, spans)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _confined(x: Tensor, y: Tensor, *patterns: Pattern) -> tuple[str, dict[int, Tensor]]:

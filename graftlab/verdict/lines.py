@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import pandas as pd
 
 from graftlab.base.text import listed, numbered
-from graftlab.base.world import Side
+from graftlab.base.world import Side, other_side
 from graftlab.lines.frames import SourceFrame
 
 MOST_LINES = 3
@@ -179,7 +179,7 @@ def notes_on(line: DifferingLine) -> list[str]:
 
 def _state_in_words(line: DifferingLine) -> str:
     """Tensors that outlive a call, which a line reads and the other side does not, with their writers, in words."""
-    other = "target" if line.side == "baseline" else "baseline"
+    other = other_side(line.side)
     last = dict.fromkeys(filter(None, line.written))
     read = f"{', '.join(line.state)}, whose values the {other} does not read"
     return read + (f"; last written {'; '.join(last)}" if last else "")

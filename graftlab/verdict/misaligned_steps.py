@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tags import distinguishes_taps
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted
+from graftlab.base.world import other_side
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.added import coarser_dtype, records, tags_key
 from graftlab.verdict.facts import tap_name
 
 MOST_STEPS = 8
@@ -43,7 +42,7 @@ class MisalignedSteps:
 
     @property
     def sentence(self) -> str:
-        behind = "baseline" if self.ahead == "target" else "target"
+        behind = other_side(self.ahead)
         by = counted(self.by, self.unit)
         others = f", and so are those at {counted(self.taps - 1, 'more tap')}" if self.taps > 1 else ""
         remedy = (
@@ -149,9 +148,7 @@ def _sequences(rows: pd.DataFrame) -> Iterator[_CallSequence]:
     for row in records(rows[rows["status"].isin(MEASURED)]) if len(rows) else []:
         if kind_of(row["tags"]) not in (None, "input") or any(row[column] is None for column in _COLUMNS):
             continue
-        own = {tag: value for tag, value in row["tags"].items() if distinguishes_taps(tag)}
-        key = (row["name"], json.dumps(own, sort_keys=True, default=str), row["rank"], row["direction"])
-        found.setdefault(key, []).append(row)
+        found.setdefault((row["name"], tags_key(row["tags"]), row["rank"], row["direction"]), []).append(row)
     for each in found.values():
         if len(each) < _FEWEST_CALLS:
             continue

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, is_data, is_output, kind_of, numbers_in
+from graftlab.base.tap_groups import group_of, in_layers, is_data, is_output, kind_of
 from graftlab.base.text import first_of, listed, numbered
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
@@ -318,8 +318,7 @@ def _listed(groups: Mapping[str, Sequence[Mapping[str, Any]]], values: Mapping[s
 
 
 def _in_words(group: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
-    where = f" in {numbered('layer', layers)}" if layers else ""
+    where = in_layers(row["name"] for row in rows)
     steps = sorted({row.get("later", 0) for row in rows})
     if 0 not in steps:
         where += f" in {numbered('step', steps)}"

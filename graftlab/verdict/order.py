@@ -123,7 +123,7 @@ def is_missing(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, (float, np.floating)) and math.isnan(value))
 
 
-def _plain(value: Any) -> Hashable:
+def plain_cell(value: Any) -> Hashable:
     """A cell's value as :func:`graftlab.base.tags.identity` has it: NaN is None, 3.0 is 3, a list its text."""
     if is_missing(value):
         return None
@@ -138,7 +138,7 @@ def _codes(column: pd.Series[Any]) -> Array:
     try:
         return np.asarray(pd.factorize(column)[0])
     except TypeError:  # a list or a dict as a tag
-        return np.asarray(pd.factorize(column.map(_plain))[0])
+        return np.asarray(pd.factorize(column.map(plain_cell))[0])
 
 
 def tap_codes(frame: pd.DataFrame, *more: str) -> tuple[Array, Array]:
@@ -207,7 +207,7 @@ def group(frame: pd.DataFrame, value: str) -> Taps:
     occurrence = frame["occurrence"].iloc[at].tolist() if "occurrence" in frame.columns else [0] * count
     columns = [frame["name"].iloc[at].tolist(), step[at].tolist(), occurrence]
     columns += [frame[column].iloc[at].tolist() for column in tags]
-    keys = [tuple(_plain(part) for part in parts) for parts in zip(*columns, strict=True)]
+    keys = [tuple(plain_cell(part) for part in parts) for parts in zip(*columns, strict=True)]
     return Taps(keys, tags, steps, worst, farthest, nonfinite, statuses, row_tap, order)
 
 

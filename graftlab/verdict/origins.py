@@ -415,7 +415,8 @@ def sentences_on(origins: ErrorOrigins, stated: Collection[str] = ()) -> list[st
             words = origin_in_words([origin])
             # A star alone is no name: it stands for the members of a model that is an nn.Sequential.
             subject = "A member of the model" if words.subject == "*" else words.subject
-            lines.append(f"{subject} is computed differently{words.between} ({words.right}{_at(origin)}).")
+            right = f"{words.right} at {first_of(origin.taps)}"
+            lines.append(f"{subject} is computed differently{words.between} ({right}).")
             lines += [words.unsure] if words.unsure else []
     for group, left in origins.not_compared.items():
         module = "a member of the model" if group == "*" else group
@@ -428,10 +429,6 @@ def _is_given_the_same(one: ErrorOrigin, other: ErrorOrigin) -> bool:
     is_alike = all(f(one) == f(other) for f in (_place_in_code, lambda o: (o.arguments, o.not_compared)))
     # One origin always agrees with itself, even if no tensor of it is known.
     return one is other or (is_alike and (FIRST not in one.arguments or bool(one.tensors & other.tensors)))
-
-
-def _at(origin: ErrorOrigin) -> str:
-    return f" at {first_of(origin.taps)}"
 
 
 def _not_compared_text(origin: ErrorOrigin) -> str | None:

@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 
 from graftlab.base.quantisation import is_quantised, scale_names
-from graftlab.base.tap_groups import group_of, kind_of, numbers_in
-from graftlab.base.text import counted, first_of, listed, numbered
+from graftlab.base.tap_groups import group_of, in_layers, kind_of
+from graftlab.base.text import counted, first_of, listed
 from graftlab.base.world import SIDES, Side
 from graftlab.diffs.rounding import cast_dtypes, roundoff
 from graftlab.rows.schema import MEASURED
@@ -266,7 +266,7 @@ def _sentences(
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for weight in weights:
         groups.setdefault(group_of(weight.row["name"]), []).append(weight.row)
-    words = [f"{group}{_layers(rows)}" for group, rows in groups.items()]
+    words = [f"{group}{in_layers(row['name'] for row in rows)}" for group, rows in groups.items()]
     other = next(each for each in SIDES if each != side)
     dequantised = [weight.row for weight in weights if is_dequantised(weight.row)]
     known = [row["rel_l2"] for row in dequantised if row["rel_l2"] is not None]
@@ -296,8 +296,3 @@ def _sentences(
     elif sizes:
         found.append(f"{of_outputs} are equal.")
     return found
-
-
-def _layers(rows: Sequence[Mapping[str, Any]]) -> str:
-    layers = sorted({n[0] for row in rows if (n := numbers_in(row["name"]))})
-    return f" in {numbered('layer', layers)}" if layers else ""

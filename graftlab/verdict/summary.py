@@ -14,9 +14,9 @@ from graftlab.base.text import counted
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
-from graftlab.rows.schema import MEASURED, Row, are_whole
+from graftlab.rows.schema import Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
-from graftlab.verdict.order import Array, divergent, numbers
+from graftlab.verdict.order import Array, divergent
 
 # A recomputation on only one side is not among them, because its original has a row.
 _ABSENT = ("missing", "timeout", "unmatched")
@@ -28,9 +28,10 @@ def distances(frame: pd.DataFrame) -> Array:
     Statistics leave out non-finite values, so a tap with NaNs on one side may have a rel_l2 of 0. NaN where nothing was
     measured.
     """
-    value = np.where(_measured(frame), numbers(frame, "rel_l2"), np.nan)
-    differ: Array = np.where(_differing(frame), np.inf, value)
-    return differ
+    facts = Facts(frame)
+    value = np.where(facts.differ > 0, np.inf, facts.value)
+    found: Array = np.where(facts.kind <= GRAFTED, value, np.nan)
+    return found
 
 
 def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[str]:
@@ -48,8 +49,8 @@ def differences(frame: pd.DataFrame, noise_floor: float | None = None) -> list[s
     measured = facts.kind <= GRAFTED
     grafted = facts.kind == GRAFTED
     differs = measured & (facts.differ > 0)
-    floor = floor_of_facts(facts, noise_floor)
-    at = first_divergent_of(facts, floor[0])
+    floor = floor_of(facts, noise_floor)
+    at = first_divergent_at(facts, floor[0])
     if measured.any():
         parts.append(_first_sentence(facts, at, floor))
     differing = differs & ~grafted
@@ -84,26 +85,16 @@ def not_compared(statuses: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
 
 
-def floor_of(frame: pd.DataFrame, noise_floor: float | None = None) -> tuple[float, str]:
+def floor_of(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor by which these rows are judged, and its source in words."""
-    return floor_of_facts(Facts(frame), noise_floor)
-
-
-def floor_of_facts(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
-    """The same for the facts of a frame."""
     if noise_floor is not None:
         return noise_floor, f"the floor {noise_floor:g}"
     floor, dtype = assumed_floor(facts.dtypes, facts.casts)
     return floor, f"the floor {floor:g}, assumed for {dtype}"
 
 
-def first_divergent_at(frame: pd.DataFrame, noise_floor: float) -> int | None:
+def first_divergent_at(facts: Facts, noise_floor: float) -> int | None:
     """The place of the first row that was measured, not grafted, and that rounding does not explain."""
-    return first_divergent_of(Facts(frame), noise_floor)
-
-
-def first_divergent_of(facts: Facts, noise_floor: float) -> int | None:
-    """The same for the facts of a frame."""
     mask = divergent_rows(facts, noise_floor)
     return _first(mask) if mask.any() else None
 
@@ -224,16 +215,6 @@ def _is_as_given(value: object) -> bool:
     return type(value) in (int, float, bool, type(None)) or (
         type(value) is str and value[:1] not in ("(", "[", "{", "<")
     )
-
-
-def _measured(frame: pd.DataFrame) -> Array:
-    mask: Array = np.isin(frame["status"].astype(str).to_numpy(), MEASURED)
-    return mask
-
-
-def _differing(frame: pd.DataFrame) -> Array:
-    mask: Array = _measured(frame) & (numbers(frame, "nonfinite_differ") > 0)
-    return mask
 
 
 def _rows(mask: Array) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import pandas as pd
 import torch
 
 from graftlab.base.tap_groups import is_data, kind_of, kind_of_group
 from graftlab.base.text import first_of
+from graftlab.base.world import SIDES, Side
 from graftlab.diffs.results import (
     NamedTensors,
     ResultDifference,
@@ -283,19 +285,24 @@ def cut_graphs(compared: pd.DataFrame, named: Sequence[str]) -> list[str]:
     kinds = pd.Series([kind_of(tags) for tags in compared["tags"]], index=compared.index, dtype=object)
     is_measured = compared["status"].isin(MEASURED)
     of_both = set(compared.loc[kinds.isna() & is_measured, "name"])
-    alone = compared[(kinds == "grad") & compared["status"].isin(("missing", "unmatched"))]
-    alone = alone[alone["name"].isin(of_both - set(compared.loc[(kinds == "grad") & is_measured, "name"]))]
+    lacking = of_both - set(compared.loc[(kinds == "grad") & is_measured, "name"])
     sentences = []
-    for side, other in (("baseline", "target"), ("target", "baseline")):
-        names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
-        if names:
-            has, it = ("has", "it") if len(names) == 1 else ("have", "them")
-            sentences.append(
-                f"{first_of(names)} {has} a gradient on the {side} only: the {other}'s graph is cut where its code "
-                f"reads {it} (detach, no_grad), or nothing reads {it}. Gradients of what comes before {it} may differ "
-                "for that reason."
-            )
+    for side, other, names in _on_one_side(compared[(kinds == "grad") & compared["name"].isin(lacking)]):
+        has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+        sentences.append(
+            f"{first_of(names)} {has} a gradient on the {side} only: the {other}'s graph is cut where its code "
+            f"reads {it} (detach, no_grad), or nothing reads {it}. Gradients of what comes before {it} may differ "
+            "for that reason."
+        )
     return sentences
+
+
+def _on_one_side(rows: pd.DataFrame) -> Iterator[tuple[Side, Side, list[str]]]:
+    """Each side that alone has some of these rows' taps, the other side, and the taps' names."""
+    alone = rows[rows["status"].isin(("missing", "unmatched"))]
+    for side, other in (SIDES, SIDES[::-1]):
+        if names := list(dict.fromkeys(alone.loc[alone["side"] == side, "name"])):
+            yield side, other, names
 
 
 _BEYOND_ROUNDING = 1e-2
@@ -401,7 +408,7 @@ class UnexplainedDifferences:
         """
         if not self._after_last_tap:
             return []
-        worst = max(self._after_last_tap, key=_times)
+        worst = max(self._after_last_tap, key=attrgetter("times"))
         if self._last is None:
             return [f"{_capital(worst.what)} differs {worst.size}, and no tap was measured on both sides."]
         if more := self._in_more_calls:
@@ -430,7 +437,7 @@ class UnexplainedDifferences:
         found += [each for each in self._beyond(self.returned) if each.is_written and each.what not in seen]
         if not found:
             return []
-        worst = max(found, key=_times)
+        worst = max(found, key=attrgetter("times"))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         grafts = ", with the baseline's value at every tap" if worst.what in seen else ""
         return [f"{_capital(worst.what)}{more} differs {worst.size}{grafts}."]
@@ -440,18 +447,13 @@ class UnexplainedDifferences:
         rows = self.compared
         kinds = pd.Series([kind_of(tags) for tags in rows["tags"]], index=rows.index, dtype=object)
         of_both = set(rows.loc[(kinds == "param") & rows["status"].isin(MEASURED), "name"])
-        alone = rows[
-            (kinds == "param_grad") & rows["status"].isin(("missing", "unmatched")) & rows["name"].isin(of_both)
-        ]
         sentences = []
-        for side, other in (("baseline", "target"), ("target", "baseline")):
-            names = list(dict.fromkeys(alone.loc[alone["side"] == side, "name"]))
-            if names:
-                have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
-                sentences.append(
-                    f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
-                    "its graph is cut (detach, no_grad, requires_grad=False)."
-                )
+        for side, other, names in _on_one_side(rows[(kinds == "param_grad") & rows["name"].isin(of_both)]):
+            have, them = ("has a gradient", "it") if len(names) == 1 else ("have gradients", "them")
+            sentences.append(
+                f"{first_of(names)} {have} on the {side} only: the {other}'s result does not depend on {them}, or "
+                "its graph is cut (detach, no_grad, requires_grad=False)."
+            )
         return sentences
 
     def turned(self) -> list[str]:
@@ -500,7 +502,7 @@ class UnexplainedDifferences:
         returned = [] if self._after_last_tap else self._returned
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
-            worst = max(returned, key=_times)
+            worst = max(returned, key=attrgetter("times"))
             sentence = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
         elif output:
             sentence = f"The output {output.what} differs {output.size}, and no tapped value explains it."
@@ -586,10 +588,6 @@ class UnexplainedDifferences:
 def _whole(name: str) -> str:
     """The name of the whole value, for a tap that shows a part of it."""
     return name.partition("[")[0]
-
-
-def _times(difference: ValueDifference) -> float:
-    return difference.times
 
 
 def _capital(text: str) -> str:

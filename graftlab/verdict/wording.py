@@ -361,7 +361,7 @@ def _nothing_named(findings: Findings) -> str:
     coarse = [d for d in pd.unique(frame["dtype"]) if _is_coarse(d)]
     measured = (
         f"{counted(frame['group'].nunique(), 'group')} of taps, at most {top:.2g} x the {_floor(findings)}, threshold "
-        f"{_number(findings)}"
+        f"{findings.threshold:g}"
     )
     if coarse:
         if findings.in_float32 is not None:
@@ -380,7 +380,7 @@ def _nothing_named(findings: Findings) -> str:
             measured += f"; the returned values differ by {findings.after_taps:.2g}, though all taps are bit-equal"
         return " ".join([*_casts(frame), f"Nothing above {' and '.join(coarse)} rounding ({measured}){look}."])
     if findings.job_remarks is not None and findings.job_remarks.constant is not None:
-        most = f"{_number(findings)} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
+        most = f"{findings.threshold:g} x the {_floor(findings)} of {findings.job_remarks.constant:.1g}"
         return f"Nothing that was checked adds more than {most} ({measured})."
     if findings.computed_in and top:
         if findings.in_float32 is not None:
@@ -429,10 +429,6 @@ def _floor(findings: Findings) -> str:
 def _is_coarse(dtype: str) -> bool:
     found = getattr(torch, dtype, None)
     return isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize < 4
-
-
-def _number(findings: Findings) -> str:
-    return f"{findings.threshold:g}"
 
 
 def _label(frame: pd.DataFrame, group: str) -> str:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from graftlab.base.tags import COMPILED, is_rank_tag
 from graftlab.base.text import spans
+from graftlab.verdict.order import plain_cell
 
 # The sentence has other words for these, or they are the same for all calls of a group.
 _NO_CALL = frozenset({"layer", "kind", "updated", COMPILED})
@@ -69,17 +70,9 @@ def _calls(rows: pd.DataFrame) -> list[Call]:
     found: dict[tuple[Any, ...], Call] = {}
     for step, occurrence, tags in zip(rows["step"], rows["occurrence"], rows["tags"], strict=True):
         call = {"step": int(step), "occurrence": 0 if pd.isna(occurrence) else int(occurrence)}
-        call.update({k: _plain(v) for k, v in sorted(tags.items()) if k not in _NO_CALL and not is_rank_tag(k)})
+        call.update({k: plain_cell(v) for k, v in sorted(tags.items()) if k not in _NO_CALL and not is_rank_tag(k)})
         found.setdefault(tuple(call.items()), call)
     return list(found.values())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, (str, bool, int, float)) else None if value is None else repr(value)
 
 
 def _parts(calls: Sequence[Call]) -> list[str]:

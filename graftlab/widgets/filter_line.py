@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence, Set
 import ipywidgets as widgets
 
 from graftlab.base.tags import PLACE_TAGS
-from graftlab.filters.check import TAP_LIMIT, FilterCheck, Tags, unknown_tags, unknown_values
+from graftlab.filters.check import FilterCheck, Tags, unknown_tags, unknown_values
 from graftlab.plan.plan import GraftPlan
 from graftlab.widgets import filter_view as view
 from graftlab.widgets.code_editor import code_editor
@@ -89,7 +89,7 @@ class FilterLine(widgets.HBox):  # type: ignore[misc]
             if both:
                 parts.append(f'<div class="bad" role="alert">{view.overlap_message(len(both))}</div>')
             if self.editor.value.strip():
-                parts.append(view.matches_html(check.hits, both, taps, TAP_LIMIT))
+                parts.append(view.matches_html(check.hits, both, taps))
                 parts += _remarks(check, taps, tags_seen)
             else:
                 parts.append(view.quiet("matches nothing"))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.text import shortened
 from graftlab.errors import FilterError
-from graftlab.filters.check import Tags
+from graftlab.filters.check import Tags, tested_in_words
 
 NAMES_SHOWN = 12
 """Taps shown at once; further ones are folded."""
@@ -47,13 +47,12 @@ def overlap_message(number: int) -> str:
     return f"both b2t and t2b match {taps}; narrow one of the filters"
 
 
-def matches_html(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags], limit: int) -> str:
+def matches_html(hits: Sequence[int], both: Collection[int], taps: Sequence[Tags]) -> str:
     """The matching taps among those seen, and their number; those in ``both`` come first, marked."""
     if not taps:
         return quiet("no taps seen yet")
-    of = f"{len(taps):,} seen" if len(taps) <= limit else f"the first {limit:,} of {len(taps):,} seen"
     none = "" if hits else " none"
-    count = f'<span class="count{none}"><b>{len(hits):,}</b> of {of}</span>'
+    count = f'<span class="count{none}"><b>{len(hits):,}</b> of {tested_in_words(taps)}</span>'
     # Taps that block Apply come first, so that they are always listed.
     order = [*both, *(index for index in hits if index not in both)]
     names = [_tap(taps[index], index in both) for index in order[:NAMES_LISTED]]

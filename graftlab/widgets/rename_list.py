@@ -9,7 +9,7 @@ from functools import partial
 import ipywidgets as widgets
 
 from graftlab.base.text import first_of
-from graftlab.base.world import Side
+from graftlab.base.world import Side, other_side
 from graftlab.errors import FilterError, PlanError
 from graftlab.filters.patterns import bounded_rewrite
 from graftlab.plan.plan import GraftPlan
@@ -94,7 +94,7 @@ class RenameList(FoldableBox):
             update(self._found, value="")
             return
         session = self._panel.session
-        other: Side = "target" if side == "baseline" else "baseline"
+        other = other_side(side)
         # A tap lists the side that reached it first; taps that both sides have need no rule.
         mine, theirs = (
             {str(tap.get(f"{each}_name") or tap["name"]) for tap in session.taps if tap.get("side") == each}

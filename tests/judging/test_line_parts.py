@@ -234,7 +234,7 @@ def test_what_is_confirmed_follows_from_whether_the_tap_agrees_now(
 ) -> None:
     mine = call("a", **given)
     search.agreeing["a"] = agrees
-    search._judge([mine], Traced((1, 2, 3)), [mine])
+    search._judge([mine], Traced((1, 2, 3)))
     assert (mine.confirmed, mine.is_settled, mine.is_to_leave_out) == (confirmed, settled, leaves_out)
     assert not search._not_confirmed
 
@@ -244,7 +244,7 @@ def test_a_remedy_with_which_the_tap_agrees_is_the_cure(search: Any) -> None:
     for agrees in (True, False, None):
         mine = call("a", trying=tried)
         search.agreeing["a"] = agrees
-        search._judge([mine], Traced((1,)), [mine])
+        search._judge([mine], Traced((1,)))
         assert mine.trying is None
         assert (mine.cure, mine.is_settled) == ((tried, True) if agrees else (None, False))
 
@@ -254,11 +254,11 @@ def test_a_tap_that_still_differs_is_compared_again(search: Any, monkeypatch: py
     monkeypatch.setattr(search, "_compare", lambda calls, traced: compared.extend(calls))
     mine = call("a", grafts=[{1: 10}])
     search.agreeing["a"] = False
-    search._judge([mine], Traced((1,)), [mine])
+    search._judge([mine], Traced((1,)))
     assert (compared, mine.is_settled) == ([mine], False)
     monkeypatch.setattr(search, "_is_as_before", lambda each, traced: False)
     search.agreeing["a"] = True
-    search._judge([mine], Traced((1,)), [mine])
+    search._judge([mine], Traced((1,)))
     assert (mine.confirmed, mine.is_settled, search._not_confirmed) == (set(), True, True)
 
 

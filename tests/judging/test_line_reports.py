@@ -210,7 +210,7 @@ def test_a_certain_remedy_needs_no_run_and_one_run_is_left_for_hints(monkeypatch
     made._found_calls, made._traced = [first, second], Traced("first")
     made._choose = lambda calls, traced: chosen
     judged: list[Any] = []
-    made._judge = lambda chosen, traced, calls: judged.append((chosen, traced.name))
+    made._judge = lambda chosen, traced: judged.append((chosen, traced.name))
     chosen: list[Any] = []
     made.confirm()
     assert (first.cure, first.is_settled, second.cure) == (certain, True, None)

@@ -231,25 +231,16 @@ def test_two_annotations_of_one_tensor_bring_it_from_one_side_to_the_other() -> 
         assert torch.equal(relaid.value, expected[..., 3 * rank : 3 * rank + 3])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_are_batch_and_sequence_row_by_row_or_without_the_padding(packed: bool) -> None:
+def test_tokens_are_batch_and_sequence_row_by_row() -> None:
     padded = torch.arange(2 * 3 * 2, dtype=torch.float32).reshape(2, 3, 2)
-    lengths = (3, 2) if packed else (3, 3)
-    flat = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
-    baseline, target = layouts_of_pair("b s h", "t h", packed=packed)
-    assert torch.equal(relayout([(baseline, [padded])], target, lengths=lengths).value, flat)
-    baseline, target = layouts_of_pair("t h", "b s h", {"b": 2}, packed=packed)
-    there = relayout([(baseline, [flat])], target, lengths=lengths).value
-    assert torch.equal(there[:, :2], padded[:, :2])
+    flat = padded.flatten(0, 1)
+    baseline, target = layouts_of_pair("b s h", "t h")
+    assert torch.equal(relayout([(baseline, [padded])], target).value, flat)
+    baseline, target = layouts_of_pair("t h", "b s h", {"b": 2})
+    assert torch.equal(relayout([(baseline, [flat])], target).value, padded)
 
 
 def test_annotations_with_different_names_are_not_of_one_tensor() -> None:
     with pytest.raises(LayoutError, match="only the target has 'd'") as caught:
         layouts_of_pair("b s h", "b s h d")
     assert caught.value.position == 6
-
-
-@pytest.mark.parametrize(("baseline", "target"), [("b s h", "h t"), ("h t", "b s h"), ("t h", "s b h")])
-def test_sequences_are_packed_only_where_they_are_the_first_dimensions(baseline: str, target: str) -> None:
-    with pytest.raises(LayoutError, match="packed needs t, or b and s, as the first dimensions"):
-        layouts_of_pair(baseline, target, {"b": 2}, packed=True)
