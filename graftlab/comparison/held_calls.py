@@ -38,6 +38,7 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.pair_contradictions import is_on_pairs
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -52,6 +53,10 @@ _ENOUGH = 0.8
 _NO_OUTPUT = (
     "No recorded value is known to be the model's output, so the taps that agree do not clear the target: name the tap "
     "that is (output=, or --output)."
+)
+_PAIRS_ALONE = (
+    "All that was compared agrees, the output too, but pairs contradict their names or each other (below): if they are "
+    "wrong, a mistake may show only from other inputs."
 )
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
@@ -119,6 +124,11 @@ def judge_held_calls(
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
     answer = answer_of(verdict.findings, trusted, known)
+    data = verdict.findings.data
+    # Pairs that contradict each other are a mistake only if it shows in what was computed.
+    pairs_alone = bool(data) and all(map(is_on_pairs, data))
+    if pairs_alone and (without := answer_of(replace(verdict.findings, data=()), trusted, known)) == "agree":
+        answer = without
     if merged and answer == "differ":
         answer = "inconclusive"
     looked = verdict.findings.in_float32 is not None
@@ -168,6 +178,9 @@ def judge_held_calls(
     if proposal is not None and proposal.unpaired_rows:
         remarks.append(proposal.unpaired_rows)
         answer = "inconclusive" if answer == "agree" else answer
+    if pairs_alone and answer == "agree":
+        answer = "inconclusive"
+        remarks.append(_PAIRS_ALONE)
     remarks += without_taps + not_in_float32
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     if proposal is not None and answer == "differ":

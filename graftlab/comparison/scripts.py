@@ -17,7 +17,12 @@ from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
-from graftlab.comparison.flipped_choices import doubts_after_flips, moved_by_flips
+from graftlab.comparison.flipped_choices import (
+    doubts_after_flips,
+    doubts_after_rounding,
+    moved_by_flips,
+    moved_by_rounding,
+)
 from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
     HeldUnits,
@@ -178,6 +183,7 @@ class _HeldInTurn:
         self._apart: dict[str, float] = {}
         # By tap, how far rounding moved it in an earlier call, where that is far more than one rounding.
         self._flipped: dict[str, float] = {}
+        self._moved: dict[str, float] = {}
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
         # The calls that show no difference but were compared too little to agree, by their place among the models.
@@ -414,9 +420,12 @@ class _HeldInTurn:
             compared = self._refused(compared)
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
-        if compared.answer == "differ" and (doubts := doubts_after_flips(compared, self._flipped)):
-            compared = replace(compared, answer="inconclusive", remarks=(*doubts, *compared.remarks))
+        if compared.answer == "differ":
+            doubts = doubts_after_flips(compared, self._flipped) or doubts_after_rounding(compared, self._moved)
+            if doubts:
+                compared = replace(compared, answer="inconclusive", remarks=(*doubts, *compared.remarks))
         self._flipped |= moved_by_flips(compared)
+        self._moved |= moved_by_rounding(compared)
         self._models.append(models[0])
         for line in compared.text.splitlines():
             if line.startswith(NOT_CHECKED):

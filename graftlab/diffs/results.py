@@ -68,8 +68,11 @@ class ComparedResults(NamedTuple):
 
 _WRITTEN = "written: "
 _IN_A_LIST = re.compile(r"(.*)\[\d+\]")
-_IN_A_CACHE = re.compile(r".*\b(past_key_values?|\w*cache\w*)\b.*", re.IGNORECASE)
-"""A value in what models return for their next call, by the names that it usually has."""
+_IN_A_CACHE = re.compile(
+    r".*\b(past_key_values?|\w*cache\w*)\b.*|.*\.layers\[\d+\]\.(keys|values|(conv|recurrent)_states)\b.*",
+    re.IGNORECASE,
+)
+"""A value in what models return for their next call, by the names that it usually has, and transformers' in a tuple."""
 # Results nest a few levels; objects of other libraries may nest without an end.
 _MAX_DEPTH = 12
 _TEXT_NUMBERS = 16

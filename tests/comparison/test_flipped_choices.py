@@ -7,8 +7,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.comparison.flipped_choices import doubts_after_flips, moved_by_flips
+from graftlab.comparison.flipped_choices import (
+    doubts_after_flips,
+    doubts_after_rounding,
+    moved_by_flips,
+    moved_by_rounding,
+)
 from graftlab.control.verdicts import Verdict
+from graftlab.verdict.causes import Causes
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.wording import Findings
 
@@ -70,3 +76,56 @@ def test_only_taps_that_add_as_little_as_rounding_had_moved_may_be_right(
         assert doubts[0].startswith("In an earlier call rounding to bfloat16 alone had moved taps in h.1 by up to 0.2,")
         assert doubts[1] == "Not checked: what earlier calls wrote for o, such as a cache."
     assert doubts_after_flips(verdict(*taps, origins=NOT_COMPARED), {}) == []
+
+
+def wide(name: str, **parts: Any) -> dict[str, Any]:
+    return rows(
+        **{"name": name, "group": "o", "label": "minor", "dtype": "float32", "ratio": 11.0, "added": 2e-6, **parts}
+    )
+
+
+ON_PAIRS = "The plan's pairs contradict their names or each other: k has the values of v."
+UNCHANGED = {"output": Causes({"o": "minor"}, total=0.8)}
+
+
+def test_modules_that_rounding_alone_moves_are_known_where_all_agrees() -> None:
+    taps = [
+        wide("h.1.k", label="clean", ratio=0.5, error=3e-7),
+        wide("h.1.q", label="clean", ratio=0.5, error=2e-7),
+        wide("h.0.k", label="clean", ratio=0.5, error=float("nan")),
+        rows(name="h.2.k"),
+        wide("h.3.k.grad", label="clean", tags={"kind": "grad"}, error=1e-7),
+    ]
+    assert moved_by_rounding(verdict(*taps)) == {"h.1": 3e-7}
+    assert moved_by_rounding(verdict(*taps, data=[ON_PAIRS])) == {"h.1": 3e-7}
+    assert moved_by_rounding(verdict(*taps, data=["The weights already differ."])) == {}
+    assert moved_by_rounding(verdict(*taps, wide("h.1.o"))) == {}
+
+
+@pytest.mark.parametrize(
+    ("taps", "parts", "is_excused"),
+    [
+        ([wide("h.1.o")], {}, True),
+        ([wide("h.1.o")], {"data": [ON_PAIRS]}, True),
+        ([wide("h.1.o", added=4e-6)], {}, False),
+        ([wide("h.2.o")], {}, False),
+        ([wide("h.1.o", dtype="bfloat16")], {}, False),
+        ([wide("h.1.o"), wide("h.1.p", group="p")], {}, False),
+        ([wide("h.1.o")], {"causes": {}}, False),
+        ([wide("h.1.o")], {"causes": {"output": Causes({"o": "culprit"}, total=9.0)}}, False),
+        ([wide("h.1.o")], {"causes": {"output": Causes({"o": "culprit"}, cancelling=(frozenset("o"),))}}, False),
+        ([wide("h.1.o")], {"origins": ErrorOrigins()}, False),
+        ([wide("h.1.o")], {"data": ["The weights already differ."]}, False),
+        ([wide("h.1.o")], {"unexplained": ["The returned value differs."]}, False),
+    ],
+)
+def test_what_reads_a_state_that_rounding_has_moved_may_be_right_if_the_output_agrees(
+    taps: list[dict[str, Any]], parts: dict[str, Any], is_excused: bool
+) -> None:
+    found = verdict(*taps, **{"origins": NOT_COMPARED, "causes": UNCHANGED, **parts})
+    doubts = doubts_after_rounding(found, {"h.1": 3e-7})
+    assert bool(doubts) is is_excused
+    if is_excused:
+        assert doubts[0].startswith("h.1.o adds 2e-06 here, and the output still agrees. In earlier calls rounding")
+        assert doubts[1] == "Not checked: what earlier calls wrote for o, such as a state or a cache."
+    assert doubts_after_rounding(found, {}) == []

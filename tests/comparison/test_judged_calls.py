@@ -37,6 +37,7 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.verdict.pair_contradictions import is_on_pairs
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -88,6 +89,20 @@ def test_equal_calls_agree_and_nothing_is_remarked() -> None:
     assert (comparison.answer, comparison.remarks, comparison.runs, comparison.match) == ("agree", (), 7, None)
     runs.in_float32.assert_not_called()
     assert runs.match.mock_calls == runs.add_backward.mock_calls == []
+
+
+def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:
+    doubt = "The plan's pairs contradict their names or each other: k has the values of v. They are compared as"
+    assert is_on_pairs(doubt)
+    answer, remarks = judged(held(), held(), found(data=(doubt,)))
+    assert answer == "inconclusive"
+    assert remarks[0].startswith("All that was compared agrees, the output too, but pairs contradict")
+    # They count where something differs, also what no tap shows, or where weights do.
+    far = held(MANY, tapped={"": ONES})
+    assert judged(held(), far, found(data=(doubt,)))[0] == "differ"
+    assert judged(held(), held(), found("a", label="culprit", data=(doubt,)))[0] == "differ"
+    assert judged(held(), held(), found(data=(doubt, "The weights differ.")))[0] == "differ"
+    assert judged(held(), held(), found(data=("The weights differ.",)))[0] == "differ"
 
 
 @pytest.mark.parametrize("side", ["baseline", "target"])

@@ -178,6 +178,15 @@ def test_a_cache_that_only_the_baseline_returns_is_left_out(name: str) -> None:
     assert compare_results({"logits": x, "loss": x}, {"logits": x}).lost
 
 
+def test_a_cache_in_a_tuple_of_results_is_known_by_the_names_of_its_parts() -> None:
+    x = torch.ones(2)
+    expected = {f"[1].layers[0].{name}": x for name in ("keys", "values", "conv_states[0]", "recurrent_states[0]")}
+    compared = compare_named({"[0]": x, **expected}, {"[0]": x})
+    assert (compared.lost, len(compared.left)) == ([], 1)
+    # A value of another name is part of the result.
+    assert compare_named({"[0]": x, "[1].layers[0].scores": x}, {"[0]": x}).lost
+
+
 def test_values_without_a_common_place_are_paired_by_order_or_by_shape() -> None:
     by_order, *_ = compare_results((torch.ones(2), torch.ones(2)), {"x": torch.ones(2), "y": torch.zeros(2)})
     assert [(each.path, each.rel_l2) for each in by_order] == [("[0]", 0.0), ("[1]", 1.0)]
