@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import graftlab as gl
-from graftlab.control.kept_pairs import keep_advice
+from graftlab.base.world import Place
+from graftlab.control import kept_pairs
+from graftlab.control.kept_pairs import PairsOnRanks, keep_advice
+from graftlab.ranks.messages import AskKeptInput, AskKeptMap, AskKeptTags, KeptTags, KeptValue
 
 TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} for layer in range(4)]
+TAPS += [{"name": "g", "step": 0, "side": "baseline", "rank": 0, "layer": 9}]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,9 @@ TAPS = [{"name": "h", "step": 0, "side": "baseline", "rank": 0, "layer": layer} 
         ("True", "hh", {}, "No tap seen so far is called 'hh'; did you mean 'h'?"),
         ("True", "zzz", {}, "No tap seen so far is called 'zzz'"),
         ("True", "h", {"layer": 7}, "No tap 'h' seen so far has layer=7"),
+        ("True", "g", {"layer": 2}, "No tap 'g' seen so far has layer=2"),
+        ("layer == 0", "h", {}, "matches the tap, but no pair has been kept since that plan took effect; run again"),
+        ("layer == 0", "h", {}, "run again, unless only one side has this tap"),
     ],
 )
 def test_the_advice_names_the_missing_step(keep: str | None, name: str, tags: dict[str, int], advice: str) -> None:
@@ -35,6 +44,119 @@ def test_the_advice_names_the_missing_step(keep: str | None, name: str, tags: di
 
 def test_before_any_tap_was_seen_the_advice_is_to_set_a_filter() -> None:
     assert "Set session.edit(keep=" in keep_advice(gl.GraftPlan(), [], "h", {})
+
+
+class Rank:
+    def __init__(self, place: Place) -> None:
+        self.place, self.label, self.alive, self.trusted = place, place.label, True, True
+
+
+class Kept:
+    """Ranks with these pairs, given by label; ``gone`` are pairs that were not kept. Each question is noted."""
+
+    def __init__(self, held: dict[str, list[dict[str, Any]]], gone: dict[str, list[dict[str, Any]]]) -> None:
+        self.held, self.gone, self.asked = held, gone, list[tuple[str, Any]]()
+        places = Place("baseline", 0, 1, 2).everyone()
+        self.ranks: list[Any] = [Rank(place) for place in places]
+        self.pairs = PairsOnRanks(self.ranks, self.answer, lambda name, tags: f"Advice on {name} {dict(tags)}")
+
+    def answer(self, rank: Any, question: Any, kind: Any) -> Any:
+        held, gone = self.held.get(rank.label, []), self.gone.get(rank.label, [])
+        if isinstance(question, AskKeptTags):
+            return KeptTags(held, gone)
+        self.asked.append((rank.label, question))
+        wanted = {"name": question.name, **question.tags}
+        return KeptValue(rank.label.encode() if any(wanted.items() <= each.items() for each in held) else None)
+
+
+@pytest.fixture
+def _values_are_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_pairs, "open_value", lambda rank, packed: (rank.label, packed.decode()))
+
+
+def at(step: int, rank: int = 0, **tags: Any) -> dict[str, Any]:
+    return {"name": "h", "step": step, "rank": rank, **tags}
+
+
+@pytest.mark.usefixtures("_values_are_labels")
+def test_the_newest_pair_of_all_ranks_is_found_on_the_rank_that_has_it() -> None:
+    kept = Kept({"baseline[0]": [at(4)], "target[0]": [at(2), at(3)], "target[1]": [at(1, 1)]}, {})
+    assert kept.pairs.pair("h", None, {}) == ("baseline[0]", "baseline[0]")
+    assert kept.pairs.newest("h", None, {}) == at(4)
+    assert kept.pairs.pair("h", 1, {}) == ("target[1]", "target[1]")
+    assert kept.pairs.newest("h", None, {"step": 2}) == at(2)
+    assert kept.pairs.newest("h", None, {"step": 9}) is None
+    # Equally new: a receiver of the target stands for both, and the lowest.
+    kept.held["target[1]"] = kept.held["target[0]"] = [at(4)]
+    assert kept.pairs.pair("h", None, {})[0] == "target[0]"
+    kept.ranks[1].alive = False
+    assert kept.pairs.pair("h", None, {})[0] == "target[1]"
+    # A call that is not counted is the first.
+    assert kept.pairs.newest("h", None, {"occurrence": np.int64(0)}) == at(4)
+    kept.ranks[2].trusted = False
+    with pytest.raises(gl.SessionError, match=r"target\[1\] was not started by this notebook"):
+        kept.pairs.packed_input("h", None, {})
+
+
+@pytest.mark.usefixtures("_values_are_labels")
+def test_a_rank_that_did_not_keep_its_newer_pair_is_asked_before_older_pairs() -> None:
+    held = {"baseline[0]": [at(3)], "target[0]": [at(1), {"name": "g", "step": 9, "rank": 0}], "target[1]": [at(2, 1)]}
+    kept = Kept(held, {"target[0]": [at(5), {"name": "g", "step": 8}], "target[1]": [at(6, 1), at(4, 1)]})
+    assert kept.pairs.pair("h", None, {}) == ("target[1]", "target[1]")
+    assert kept.pairs.newest("h", None, {}) is None
+    assert kept.pairs.newest("h", 0, {}) is None
+    assert kept.pairs.newest("g", None, {}) == {"name": "g", "step": 9, "rank": 0}
+    # What was lost at the step of a kept pair is another call, and no newer one.
+    kept.gone = {"target[0]": [at(3)]}
+    assert kept.pairs.newest("h", None, {}) == at(3)
+    kept.gone, kept.held = {"target[0]": [at(5)]}, {"target[0]": [at(1)]}
+    assert kept.pairs.newest("h", None, {}) is None
+    kept.held = {}
+    assert kept.pairs.newest("h", None, {}) is None
+
+
+@pytest.mark.usefixtures("_values_are_labels")
+def test_axes_are_sent_as_numbers_and_refused_before_any_rank_reads_them() -> None:
+    kept = Kept({"target[0]": [at(1)]}, {})
+    for given, sent in ((None, None), ((np.int64(1), 0), (1, 0))):
+        kept.pairs.difference_map("h", None, {"step": np.int64(1)}, given)
+        assert kept.asked[-1] == ("target[0]", AskKeptMap("h", {"step": 1}, sent))
+    assert kept.pairs.packed_input("h", None, {"step": np.int64(1)}) == (kept.ranks[1], b"target[0]")
+    assert kept.asked[-1] == ("target[0]", AskKeptInput("h", {"step": 1}))
+    before = len(kept.asked)
+    with pytest.raises(gl.SessionError, match=r"dims=\('x',\): give one or two axes of 'h'"):
+        kept.pairs.difference_map("h", None, {}, ("x",))  # type: ignore[arg-type]
+    assert len(kept.asked) == before
+
+
+def test_what_is_kept_instead_of_a_missing_pair_is_listed() -> None:
+    kept = Kept(
+        {"target[0]": [at(7, layer=1), at(3, layer=1)], "target[1]": [at(9, 1, layer=1), at(5, 1, layer=2)]}, {}
+    )
+
+    def said(*of: Any) -> str:
+        with pytest.raises(gl.SessionError) as caught:
+            kept.pairs.pair(*of)
+        return str(caught.value)
+
+    assert said("h", 0, {"step": 1, "layer": 1}) == (
+        "no pair of tensors is kept for 'h', step=1, layer=1; this tap has pairs of 2 steps from 3 to 7"
+    )
+    assert said("h", None, {"step": 1, "layer": 2}).endswith("; this tap has pairs of step 5")
+    assert said("h", None, {"layer": 3}).endswith("kept for 'h', layer=3; kept are ['h']. Advice on h {'layer': 3}")
+    kept.held["target[0]"] = [{"name": name, "step": 0, "rank": 0} for name in "abcdef"]
+    kept.held["target[1]"] = []
+    names = "['a', 'b', 'c', 'd', 'e', 'f']"
+    assert f"; kept are {names}. Advice" in said("h", None, {})
+    kept.held["target[1]"] = [at(0, 1), {"name": "z", "step": 0, "rank": 1}]
+    assert f"; kept are {names} and 2 others. Advice" in said("y", None, {})
+    # Each rank of those chosen may know why.
+    kept.held.clear()
+    kept.asked.clear()
+    assert ", nor for any other tap. Advice" in said("h", 1, {})
+    assert [label for label, _ in kept.asked] == ["target[1]"]
+    said("h", None, {})
+    assert [label for label, _ in kept.asked][1:] == ["target[0]", "target[1]", "baseline[0]"]
 
 
 @pytest.fixture(scope="module")

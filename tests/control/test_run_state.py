@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from typing import Any, cast
 
 import pytest
 
+from graftlab.base.progress import LongWait
 from graftlab.base.world import Place
 from graftlab.control.process_groups import collective_in
 from graftlab.control.run_state import RunState
@@ -140,6 +142,59 @@ def test_waits_end_where_a_rank_runs_that_cannot_be_stopped() -> None:
     state.stop_waiting(ranks[:2])
     assert state.is_held_up
     assert state.has_news()
+
+
+def test_an_interrupt_counts_as_a_consequence_only_of_a_rank_that_still_ran() -> None:
+    state, (base, first, second) = state_of()
+    state.note_done(base, RunDone(3, None, Failure("KeyboardInterrupt", "by hand", "by hand")))
+    assert state.mark_stopped() == [first, second]
+    state.note_done(first, RunDone(3, None, Failure("ValueError", "mine", "mine", pickle.dumps(ValueError("mine")))))
+    state.note_done(second, failed("later"))
+    with pytest.raises(RunError) as raised:
+        state.raise_failures()
+    parts = str(raised.value).split("\n\n")
+    # Without frames a traceback only repeats the message.
+    assert parts[1:3] == ["baseline[0] raised KeyboardInterrupt: by hand", "target[0] raised ValueError: mine"]
+    assert parts[3].startswith("target[1] raised ValueError: later\nTraceback")
+    assert raised.value.failures == {"baseline[0]": "by hand", "target[0]": "mine", "target[1]": "later"}
+    # The first exception that was sent is the cause, whatever came without one.
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_each_note_wakes_a_waiting_thread_at_once() -> None:
+    state, (base, first, second) = state_of(on_failure="continue", code={"baseline": "f()"})
+    assert state.code == {"baseline": "f()"}
+    notes: list[Any] = [
+        lambda: state.note_output(base, cast("Any", "piece")),
+        lambda: state.note_done(base, ENDED),
+        lambda: state.note_settled(base),
+        lambda: state.note_death(first, "killed"),
+        lambda: state.note_return(first),
+        lambda: state.note_return(second),
+        lambda: state.stop_waiting([]),
+    ]
+    woken = []
+    state.changed.notify_all = lambda: woken.append(len(woken))  # type: ignore[method-assign]
+    counts = []
+    for note in notes:
+        note()
+        counts.append(len(woken))
+    # A return that takes back nothing is no news.
+    assert counts == [1, 2, 3, 4, 5, 5, 6]
+    assert state.has_news()
+
+
+def test_output_is_news_and_a_wait_for_a_condition_ends_with_the_run_or_with_it() -> None:
+    state, ranks = state_of(1, 1)
+    assert not state.has_news()
+    state.note_output(ranks[0], cast("Any", "piece"))
+    assert state.has_news()
+    looks = iter([False, False, True])
+    state.wait_until(lambda: next(looks), LongWait("waiting", "steps", lambda: 0))
+    assert next(looks, "none left") == "none left"
+    for rank in ranks:
+        state.note_settled(rank)
+    state.wait_until(lambda: False, LongWait("waiting", "steps", lambda: 0))
 
 
 def test_failures_are_listed_in_their_order_and_deaths_lead() -> None:
