@@ -30,7 +30,7 @@ from graftlab.diffs.results import (
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.errors import GraftError, MatchError
 from graftlab.matching.rounds import INTERRUPTED
-from graftlab.plan.pairs import TapCallName, outputs_move_rows
+from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
 from graftlab.ranks.held_call import (
     CallDescription,
     own_rounding,
@@ -135,7 +135,7 @@ def judge_held_calls(
     if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
         answer = "inconclusive"
         remarks.append(single)
-    without_taps = _without_taps(baseline, target, results.differences, choice.threshold)
+    without_taps = _without_taps(baseline, target, results.differences, choice.threshold, pairs)
     if answer == "agree" and without_taps:
         answer = "differ"
     if answer == "agree" and (earlier := _rounds_earlier(baseline, target, verdict.findings)):
@@ -534,6 +534,7 @@ def _without_taps(
     target: Sequence[CallDescription],
     differences: Sequence[ResultDifference],
     threshold: float,
+    pairs: Sequence[PairRule] = (),
 ) -> list[str]:
     """A sentence if without taps the sides' results differ by more than taps and rounding explain."""
     beyond = [
@@ -541,8 +542,8 @@ def _without_taps(
         for each in differences
         if is_beyond_rounding(each, threshold) and each.rel_l2 > _moved_by_taps(baseline, target)
     ]
-    with_taps = compare_returned([each.tapped for each in baseline], [each.tapped for each in target]).differences
-    largest = max((each.rel_l2 for each in with_taps if not math.isnan(each.rel_l2)), default=0.0)
+    tapped = compare_returned([each.tapped for each in baseline], [each.tapped for each in target], pairs)
+    largest = max((each.rel_l2 for each in tapped.differences if not math.isnan(each.rel_l2)), default=0.0)
     if not beyond or max(each.rel_l2 for each in beyond) <= threshold * largest:
         return []
     worst = max(beyond, key=lambda each: each.rel_l2)

@@ -198,16 +198,19 @@ def _of_text(text: str | bytes) -> torch.Tensor:
     return torch.tensor(list(digest), dtype=torch.int32, device="cpu")
 
 
-def compare_results(expected: Any, found: Any) -> ComparedResults:
+def compare_results(expected: Any, found: Any, *, matched: bool = False) -> ComparedResults:
     """Compare the results of two calls.
 
     Tensors are paired by path. If the results have no path in common, tensors are paired by order if both have the same
-    number, and otherwise by shapes that occur once in each, whatever dims of length 1 they have.
+    number, and otherwise by shapes that occur once in each, whatever dims of length 1 they have. With ``matched``, as
+    where taps are paired by value, tensors of one path may differ in dims of length 1 too.
     """
-    return compare_named(named_tensors(expected), named_tensors(found))
+    return compare_named(named_tensors(expected), named_tensors(found), matched=matched)
 
 
-def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> ComparedResults:
+def compare_named(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], *, matched: bool = False
+) -> ComparedResults:
     """Compare like :func:`compare_results`, for tensors by path."""
     state = [(path, path) for path in one if path in other and is_written(path)]
     pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
@@ -220,7 +223,7 @@ def compare_named(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Ten
         if a.device != b.device:
             # A copy that was kept is often on the CPU, and the call's own result is where the model is.
             a, b = a.cpu(), b.cpu()
-        if path != path_of_other and _long_dims(a) == _long_dims(b):
+        if (matched or path != path_of_other) and _long_dims(a) == _long_dims(b):
             b = b.reshape(a.shape)
         if a.shape != b.shape:
             if is_written(path):

@@ -119,7 +119,7 @@ def test_modules_that_rounding_alone_moves_are_known_where_all_agrees() -> None:
         ([wide("h.1.o")], {"unexplained": ["The returned value differs."]}, False),
     ],
 )
-def test_what_reads_a_state_that_rounding_has_moved_may_be_right_if_the_output_agrees(
+def test_what_reads_a_state_moved_by_rounding_may_be_right_if_the_output_agrees(
     taps: list[dict[str, Any]], parts: dict[str, Any], is_excused: bool
 ) -> None:
     found = verdict(*taps, **{"origins": NOT_COMPARED, "causes": UNCHANGED, **parts})

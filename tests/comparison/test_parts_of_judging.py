@@ -15,6 +15,7 @@ from graftlab.comparison.held_calls import _not_checked, _other_batch, _without_
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
+from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import WEIGHT, CallDescription
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
@@ -104,6 +105,9 @@ def test_what_taps_switch_off_is_named_with_the_farthest_result() -> None:
     assert _without_taps([ours], [call(plain)], differences, 5.0) == []
     assert _without_taps([call(X * 2, X)], [call(X * 3, X)], differences[:1], 5.0) == []
     assert _without_taps([ours], [call(plain, tapped)], [ResultDifference("", 1e-6, PAIR)], 5.0) == []
+    # Where taps are matched by value, a result without a batch of one is compared with taps as it is without them.
+    bare = call((plain)[0], (plain)[0])
+    assert _without_taps([call(X[:1])], [bare], differences, 5.0, [PairRule("a", "b")]) == []
 
 
 def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:

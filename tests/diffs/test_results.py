@@ -223,6 +223,18 @@ def test_a_batch_of_one_is_compared_with_its_sequence(tokens: int) -> None:
     assert compare_results(output, torch.randn(tokens + 1, 8)).lost
 
 
+def test_values_of_one_name_may_lack_a_batch_of_one_where_taps_are_matched_by_value() -> None:
+    x = torch.randn(1, 5, 8)
+    for name in ((), ("logits",)):
+        ours, theirs = (dict.fromkeys(name, each) if name else each for each in (x, 2 * x[0]))
+        (found,) = compare_results(ours, theirs, matched=True).differences
+        assert found.rel_l2 == pytest.approx(1.0)
+        # Code that is the same on both sides has lost a dimension there.
+        assert compare_results(ours, theirs).reshaped
+    assert compare_results(x, x[0, :4], matched=True).reshaped
+    assert compare_results(x, x[0].T, matched=True).reshaped
+
+
 def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -> None:
     whole = torch.randn(2, 5, 8)
     for last in (whole[:, -1:], whole[:, -1]):
