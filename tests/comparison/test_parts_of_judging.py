@@ -106,7 +106,7 @@ def test_what_taps_switch_off_is_named_with_the_farthest_result() -> None:
     assert _without_taps([call(X * 2, X)], [call(X * 3, X)], differences[:1], 5.0) == []
     assert _without_taps([ours], [call(plain, tapped)], [ResultDifference("", 1e-6, PAIR)], 5.0) == []
     # Where taps are matched by value, a result without a batch of one is compared with taps as it is without them.
-    bare = call((plain)[0], (plain)[0])
+    bare = call(plain[0], plain[0])
     assert _without_taps([call(X[:1])], [bare], differences, 5.0, [PairRule("a", "b")]) == []
 
 
