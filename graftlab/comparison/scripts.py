@@ -17,12 +17,6 @@ from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
-from graftlab.comparison.flipped_choices import (
-    doubts_after_flips,
-    doubts_after_rounding,
-    moved_by_flips,
-    moved_by_rounding,
-)
 from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
     HeldUnits,
@@ -35,6 +29,7 @@ from graftlab.comparison.held_units import (
     why_not_repeated,
 )
 from graftlab.comparison.held_updates import judge_held_updates
+from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
@@ -182,8 +177,7 @@ class _HeldInTurn:
         # By weight, the distance of its gradients in calls that agree.
         self._apart: dict[str, float] = {}
         # By tap, how far rounding moved it in an earlier call, where that is far more than one rounding.
-        self._flipped: dict[str, float] = {}
-        self._moved: dict[str, float] = {}
+        self._inherited = InheritedRounding()
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
         # The calls that show no difference but were compared too little to agree, by their place among the models.
@@ -421,11 +415,10 @@ class _HeldInTurn:
         self._proposals.pop(models, None)
         self._proposals[models] = compared.match
         if compared.answer == "differ":
-            doubts = doubts_after_flips(compared, self._flipped) or doubts_after_rounding(compared, self._moved)
+            doubts = self._inherited.doubts(compared)
             if doubts:
                 compared = replace(compared, answer="inconclusive", remarks=(*doubts, *compared.remarks))
-        self._flipped |= moved_by_flips(compared)
-        self._moved |= moved_by_rounding(compared)
+        self._inherited.add(compared)
         self._models.append(models[0])
         for line in compared.text.splitlines():
             if line.startswith(NOT_CHECKED):

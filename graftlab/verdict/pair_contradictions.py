@@ -26,7 +26,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     """A list with a sentence on contradictions among the plan's pairs that appear in these rows, or an empty one.
 
     If a target swaps k and v in one layer, a match by value pairs its k with the baseline's v. Then every graft agrees,
-    and the code that reads the two is named instead.
+    and the difference is named in the code that reads the two.
     """
     pairs = pairs_of(rows, plan)
     shapes = _shapes(rows)
@@ -60,8 +60,8 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     more = f"; and {left} more" if left > 0 else ""
     return [
         f"{_BEGINNING}: {'; '.join(contradictions[:_MOST_SHOWN])}{more}. "
-        "They are compared as the plan says. If the target mixes them up, the code that reads them is named below "
-        "instead."
+        "They are compared as the plan says. If the target mixes them up, a difference is named in the code that "
+        "reads them."
     ]
 
 

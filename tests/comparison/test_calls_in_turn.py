@@ -14,6 +14,7 @@ import torch
 from graftlab.comparison import scripts
 from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
+from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.ranks.held_call import CallDescription
 from graftlab.session import Session
@@ -111,14 +112,16 @@ def test_what_was_not_checked_in_an_earlier_call_is_said_in_the_conclusion(
 def test_a_call_that_may_inherit_a_flipped_choice_of_an_earlier_one_is_inconclusive(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(scripts, "moved_by_flips", lambda _: {"a": 0.2})
-    monkeypatch.setattr(scripts, "doubts_after_flips", lambda _, flipped: ["It may be right."] if flipped else [])
+    earlier: list[Comparison] = []
+    monkeypatch.setattr(InheritedRounding, "add", lambda _, compared: earlier.append(compared))
+    monkeypatch.setattr(InheritedRounding, "doubts", lambda *_: ["It may be right."] if earlier else [])
     compared = InTurn(monkeypatch, tmp_path, ["agree", "differ"]).judge()
     assert compared.answer == "inconclusive"
     assert compared.text.splitlines()[:2] == [
         "1 call of Net agrees. Call 2 can only be judged in part.",
         "It may be right.",
     ]
+    earlier.clear()
     assert InTurn(monkeypatch, tmp_path, ["differ"]).judge().answer == "differ"
 
 

@@ -48,7 +48,7 @@ def test_parts_with_the_name_of_a_different_part_are_reported() -> None:
     pairs = split_from_fused({f"layers.1.{a}_proj": f"layers.1.{b}_proj" for a, b in ("kv", "vk")})
     (said,) = said_of(pairs)
     assert "layers.1.v_proj is the k of h.1.qkv, not its v, and layers.1.k_proj its v: the two are swapped." in said
-    assert "the code that reads them is named below instead" in said
+    assert "a difference is named in the code that reads them" in said
     assert is_on_pairs(said)
 
 

@@ -7,12 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.comparison.flipped_choices import (
-    doubts_after_flips,
-    doubts_after_rounding,
-    moved_by_flips,
-    moved_by_rounding,
-)
+from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.control.verdicts import Verdict
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.origins import ErrorOrigins
@@ -24,30 +19,44 @@ def rows(**parts: Any) -> dict[str, Any]:
     return {**usual, "group": parts["name"], "added": 0.003, "error": 0.2, **parts}
 
 
+def after(*calls: Verdict) -> InheritedRounding:
+    inherited = InheritedRounding()
+    for each in calls:
+        inherited.add(each)
+    return inherited
+
+
+def moved_by(*calls: Verdict) -> dict[str, float]:
+    return {module: moved for (module, _), moved in after(*calls)._moved.items()}
+
+
 def verdict(*of_taps: dict[str, Any], **parts: Any) -> Verdict:
     return Verdict(Findings(pd.DataFrame([*of_taps]), 5.0, 1, **parts), 7)
 
 
+NOT_COMPARED = ErrorOrigins(not_compared={"o": ()})
+
+
 def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() -> None:
-    found = verdict(
-        rows(name="k"),
-        rows(name="k", error=0.3),
-        rows(name="near", error_ratio=4.0),
-        rows(name="wide", dtype="float32"),
-        rows(name="k.grad", tags={"kind": "grad"}),
-        rows(name="unmeasured", ratio=float("nan")),
-    )
-    assert moved_by_flips(found) == {"k": 0.3}
+    taps = [
+        rows(name="h.1.k"),
+        rows(name="h.1.k", error=0.3),
+        rows(name="h.2.near", error_ratio=4.0),
+        rows(name="h.3.k.grad", tags={"kind": "grad"}),
+        rows(name="h.4.unmeasured", ratio=float("nan")),
+    ]
+    assert moved_by(verdict(*taps)) == {"h.1": 0.3}
+    # The largest of all calls counts.
+    assert moved_by(verdict(*taps), verdict(rows(name="h.1.k"))) == {"h.1": 0.3}
     # A call in which something is named proves nothing of rounding.
-    assert moved_by_flips(verdict(rows(name="k"), rows(name="o", label="culprit", ratio=9.0))) == {}
-    assert moved_by_flips(verdict(rows(name="k"), data=["The weights already differ."])) == {}
+    assert moved_by(verdict(*taps, rows(name="o", label="culprit", ratio=9.0))) == {}
+    assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
+    assert moved_by(verdict(*taps, data=[ON_PAIRS])) == {}
+    assert moved_by(verdict(*taps, unexplained=["The returned value differs."])) == {}
 
 
 def named(name: str, **parts: Any) -> dict[str, Any]:
     return rows(**{"name": name, "label": "culprit", "ratio": 20.0, "added": 0.25, **parts})
-
-
-NOT_COMPARED = ErrorOrigins(not_compared={"o": ()})
 
 
 @pytest.mark.parametrize(
@@ -69,13 +78,14 @@ NOT_COMPARED = ErrorOrigins(not_compared={"o": ()})
 def test_only_taps_that_add_as_little_as_rounding_had_moved_may_be_right(
     taps: list[dict[str, Any]], parts: dict[str, Any], is_excused: bool
 ) -> None:
-    flipped = {"h.1.k": 0.2, "h.1.q": 0.1, "h.0": 0.4}
-    doubts = doubts_after_flips(verdict(*taps, **{"origins": NOT_COMPARED, **parts}), flipped)
+    earlier = verdict(rows(name="h.1.k"), rows(name="h.1.q", error=0.1), rows(name="h.0", error=0.4))
+    found = verdict(*taps, **{"origins": NOT_COMPARED, **parts})
+    doubts = after(earlier).doubts(found)
     assert bool(doubts) is is_excused
     if is_excused:
         assert doubts[0].startswith("In an earlier call rounding to bfloat16 alone had moved taps in h.1 by up to 0.2,")
         assert doubts[1] == "Not checked: what earlier calls wrote for o, such as a cache."
-    assert doubts_after_flips(verdict(*taps, origins=NOT_COMPARED), {}) == []
+    assert after().doubts(found) == []
 
 
 def wide(name: str, **parts: Any) -> dict[str, Any]:
@@ -93,13 +103,12 @@ def test_modules_that_rounding_alone_moves_are_known_where_all_agrees() -> None:
         wide("h.1.k", label="clean", ratio=0.5, error=3e-7),
         wide("h.1.q", label="clean", ratio=0.5, error=2e-7),
         wide("h.0.k", label="clean", ratio=0.5, error=float("nan")),
-        rows(name="h.2.k"),
         wide("h.3.k.grad", label="clean", tags={"kind": "grad"}, error=1e-7),
     ]
-    assert moved_by_rounding(verdict(*taps)) == {"h.1": 3e-7}
-    assert moved_by_rounding(verdict(*taps, data=[ON_PAIRS])) == {"h.1": 3e-7}
-    assert moved_by_rounding(verdict(*taps, data=["The weights already differ."])) == {}
-    assert moved_by_rounding(verdict(*taps, wide("h.1.o"))) == {}
+    assert moved_by(verdict(*taps)) == {"h.1": 3e-7}
+    assert moved_by(verdict(*taps, data=[ON_PAIRS])) == {"h.1": 3e-7}
+    assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
+    assert moved_by(verdict(*taps, wide("h.1.o"))) == {}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +132,9 @@ def test_what_reads_a_state_moved_by_rounding_may_be_right_if_the_output_agrees(
     taps: list[dict[str, Any]], parts: dict[str, Any], is_excused: bool
 ) -> None:
     found = verdict(*taps, **{"origins": NOT_COMPARED, "causes": UNCHANGED, **parts})
-    doubts = doubts_after_rounding(found, {"h.1": 3e-7})
+    doubts = after(verdict(wide("h.1.k", label="clean", ratio=0.5, error=3e-7))).doubts(found)
     assert bool(doubts) is is_excused
     if is_excused:
         assert doubts[0].startswith("h.1.o adds 2e-06 here, and the output still agrees. In earlier calls rounding")
         assert doubts[1] == "Not checked: what earlier calls wrote for o, such as a state or a cache."
-    assert doubts_after_rounding(found, {}) == []
+    assert after().doubts(found) == []

@@ -1,0 +1,99 @@
+"""What rounding moves in one call, such as a router's choice or a state, and a later call inherits through a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graftlab.base.tap_groups import kind_of
+from graftlab.base.text import first_of
+from graftlab.control.verdicts import Verdict
+from graftlab.verdict.added import NOT_NAMED, records
+from graftlab.verdict.pair_contradictions import is_on_pairs
+from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
+from graftlab.verdict.wording import NOT_CHECKED
+
+_NARROW = ("bfloat16", "float16")
+# A query may read mainly the few tokens that were moved, so it differs by more than their whole sequence. A state sums
+# what rounding moves in each token.
+_MOST = 10.0
+
+
+class InheritedRounding:
+    """How far rounding alone had moved the taps of each module in the calls so far (rel_l2).
+
+    What those calls wrote, such as a cache, is off likewise, and so is what reads it in the same modules. If it was not
+    compared, a verdict on a later call may find nothing but that. Taps of 16 bits count if they were off by far more
+    than rounding and agreed from equal inputs, as after a flipped choice; those of more bits always do.
+    """
+
+    def __init__(self) -> None:
+        self._moved: dict[tuple[str, bool], float] = {}
+
+    def add(self, compared: Verdict) -> None:
+        """Add a call. One in which something is named proves nothing of rounding."""
+        found = compared.findings
+        if {*found.named} - {*found.rounding.groups} or found.unexplained or not all(map(is_on_pairs, found.data)):
+            return
+        for row in records(found.frame):
+            if kind_of(row["tags"]) is None and row["error"] is not None and _is_rounding(row, compared):
+                self._moved[_part(row)] = max(self._before(row), row["error"])
+
+    def doubts(self, compared: Verdict) -> list[str]:
+        """Sentences on why a call that differs may be right; none if it cannot be."""
+        found = compared.findings
+        if found.unexplained or found.following or found.origins is None:
+            return []
+        named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
+        groups = list(dict.fromkeys(row["group"] for row in named))
+        if not named or not {*groups} <= {*found.origins.not_compared}:
+            return []
+        if any(row["added"] > _MOST * self._before(row) for row in named):
+            return []
+        worst = max(named, key=lambda row: row["added"])
+        if all(map(_is_narrow, named)):
+            return [] if found.data else self._after_flips(worst, groups)
+        # In more bits rounding cannot flip a choice, so a difference that changes the output is not inherited.
+        keeps_output = bool(found.causes) and all(each.agrees and not each.cancelling for each in found.causes.values())
+        if not keeps_output or any(map(_is_narrow, named)) or not all(map(is_on_pairs, found.data)):
+            return []
+        return self._after_rounding(worst, groups)
+
+    def _before(self, row: dict[str, Any]) -> float:
+        return self._moved.get(_part(row), 0.0)
+
+    def _after_flips(self, worst: dict[str, Any], groups: Sequence[str]) -> list[str]:
+        return [
+            f"In an earlier call rounding to {worst['dtype']} alone had moved taps in {_part(worst)[0]} by up to "
+            f"{self._before(worst):.2g}, as where it changes a router's choice. What that call wrote, such as a cache, "
+            f"was not compared, so {worst['name']}, which adds {worst['added']:.2g} here, may be right, and whatever "
+            "is named below. Compare both sides in float32 to find out.",
+            f"{NOT_CHECKED}what earlier calls wrote for {first_of(groups)}, such as a cache.",
+        ]
+
+    def _after_rounding(self, worst: dict[str, Any], groups: Sequence[str]) -> list[str]:
+        return [
+            f"{worst['name']} adds {worst['added']:.2g} here, and the output still agrees. In earlier calls rounding "
+            f"alone had moved taps in its module by up to {self._before(worst):.2g}. What these calls wrote, such as a "
+            "state or a cache, was not compared, so whatever is named below may be right. Compare both sides in "
+            "float64 to find out.",
+            f"{NOT_CHECKED}what earlier calls wrote for {first_of(groups)}, such as a state or a cache.",
+        ]
+
+
+def _is_rounding(row: dict[str, Any], compared: Verdict) -> bool:
+    """Whether a tap shows what rounding moves, in a call in which at most rounding is named."""
+    found = compared.findings
+    if not _is_narrow(row):
+        return not found.named
+    off, added = row["error_ratio"], row["ratio"]
+    return not found.data and off is not None and added is not None and off > found.threshold >= added
+
+
+def _is_narrow(row: dict[str, Any]) -> bool:
+    return row["dtype"] in _NARROW
+
+
+def _part(row: dict[str, Any]) -> tuple[str, bool]:
+    """The path of the module that a tap is in, and whether the tap has 16 bits."""
+    return row["name"].rpartition(".")[0], _is_narrow(row)
