@@ -76,7 +76,10 @@ def known_at(interrupt: KeyboardInterrupt) -> list[str]:
 
 
 def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answer:
-    """The answer that a verdict's findings give. ``trusted`` is false for a call that cannot be repeated."""
+    """The answer that a verdict's findings give. ``trusted`` is false for a call that cannot be repeated.
+
+    Pairs that contradict each other are a mistake only if it shows in what was computed, and clear nothing.
+    """
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
     named = {*findings.named} - {*findings.rounding.groups}
@@ -90,7 +93,8 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
         # There is room for a mistake.
         return "inconclusive"
     measured = findings.frame["ratio"].notna().any() if len(findings.frame) else findings.only_returned
-    if findings.failed or findings.without_output or not measured or not (results_compared or _shows_output(findings)):
+    is_shown = results_compared or _shows_output(findings)
+    if findings.failed or findings.without_output or not measured or not is_shown or findings.contradicting_pairs:
         return "inconclusive"
     return "agree"
 

@@ -38,7 +38,6 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
-from graftlab.verdict.pair_contradictions import is_on_pairs
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -123,12 +122,8 @@ def judge_held_calls(
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
-    answer = answer_of(verdict.findings, trusted, known)
-    data = verdict.findings.data
-    # Pairs that contradict each other are a mistake only if it shows in what was computed.
-    pairs_alone = bool(data) and all(map(is_on_pairs, data))
-    if pairs_alone and (without := answer_of(replace(verdict.findings, data=()), trusted, known)) == "agree":
-        answer = without
+    # What taps do not show is looked at first.
+    answer = answer_of(replace(verdict.findings, contradicting_pairs=()), trusted, known)
     if merged and answer == "differ":
         answer = "inconclusive"
     looked = verdict.findings.in_float32 is not None
@@ -178,7 +173,7 @@ def judge_held_calls(
     if proposal is not None and proposal.unpaired_rows:
         remarks.append(proposal.unpaired_rows)
         answer = "inconclusive" if answer == "agree" else answer
-    if pairs_alone and answer == "agree":
+    if verdict.findings.contradicting_pairs and answer == "agree":
         answer = "inconclusive"
         remarks.append(_PAIRS_ALONE)
     remarks += without_taps + not_in_float32
@@ -287,8 +282,10 @@ def rounding_may_hide_mistakes(verdict: Verdict) -> bool:
 
 
 def _if_rounding(found: Findings) -> Findings:
-    """The findings of a verdict if its differences are rounding."""
-    return replace(found, in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out=""))
+    """The findings of a verdict if its differences are rounding, and its pairs are right."""
+    return replace(
+        found, contradicting_pairs=(), in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out="")
+    )
 
 
 def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
@@ -308,7 +305,8 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         return None
     # It computes in more bits now, from numbers of 16 bits.
     wide = replace(wide, findings=replace(wide.findings, computed_in=""))
-    answer, runs = answer_of(wide.findings, True, True), verdict.runs + wide.runs
+    answer = answer_of(replace(wide.findings, contradicting_pairs=()), True, True)
+    runs = verdict.runs + wide.runs
     if answer == "agree" and not found.unexplained:
         # Where one side alone has 16 bits, the rounding of its numbers, which both have now, may be the mistake.
         rounding = found.rounding if frame["cast"].notna().any() else cleared.rounding

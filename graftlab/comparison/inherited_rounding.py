@@ -9,7 +9,6 @@ from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import first_of
 from graftlab.control.verdicts import Verdict
 from graftlab.verdict.added import NOT_NAMED, records
-from graftlab.verdict.pair_contradictions import is_on_pairs
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.wording import NOT_CHECKED
 
@@ -33,7 +32,7 @@ class InheritedRounding:
     def add(self, compared: Verdict) -> None:
         """Add a call. One in which something is named proves nothing of rounding."""
         found = compared.findings
-        if {*found.named} - {*found.rounding.groups} or found.unexplained or not all(map(is_on_pairs, found.data)):
+        if {*found.named} - {*found.rounding.groups} or found.unexplained or found.data:
             return
         for row in records(found.frame):
             if kind_of(row["tags"]) is None and row["error"] is not None and _is_rounding(row, compared):
@@ -42,7 +41,7 @@ class InheritedRounding:
     def doubts(self, compared: Verdict) -> list[str]:
         """Sentences on why a call that differs may be right; none if it cannot be."""
         found = compared.findings
-        if found.unexplained or found.following or found.origins is None:
+        if found.data or found.unexplained or found.following or found.origins is None:
             return []
         named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
         groups = list(dict.fromkeys(row["group"] for row in named))
@@ -52,10 +51,10 @@ class InheritedRounding:
             return []
         worst = max(named, key=lambda row: row["added"])
         if all(map(_is_narrow, named)):
-            return [] if found.data else self._after_flips(worst, groups)
+            return [] if found.contradicting_pairs else self._after_flips(worst, groups)
         # In more bits rounding cannot flip a choice, so a difference that changes the output is not inherited.
         keeps_output = bool(found.causes) and all(each.agrees and not each.cancelling for each in found.causes.values())
-        if not keeps_output or any(map(_is_narrow, named)) or not all(map(is_on_pairs, found.data)):
+        if not keeps_output or any(map(_is_narrow, named)):
             return []
         return self._after_rounding(worst, groups)
 
@@ -87,7 +86,7 @@ def _is_rounding(row: dict[str, Any], compared: Verdict) -> bool:
     if not _is_narrow(row):
         return not found.named
     off, added = row["error_ratio"], row["ratio"]
-    return not found.data and off is not None and added is not None and off > found.threshold >= added
+    return not found.contradicting_pairs and off is not None and added is not None and off > found.threshold >= added
 
 
 def _is_narrow(row: dict[str, Any]) -> bool:

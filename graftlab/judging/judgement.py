@@ -157,6 +157,8 @@ class Naming:
     """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
     unseen: list[str]
     not_repeated: list[str]
+    contradictions: Sequence[str] = ()
+    """A sentence on pairs of the plan that contradict their names or each other, if there are any."""
     quantised: QuantisedModules = field(default_factory=QuantisedModules)
     maybe_explained: list[str] = field(default_factory=list)
     """Sentences on differences for which the data may be the reason."""
@@ -309,6 +311,7 @@ class Judgement:
                 hints={**self._weights.hints, **hints},
                 remarks=remarks,
                 data=naming.data,
+                contradicting_pairs=naming.contradictions,
                 quantised=quantised,
                 inputs=naming.inputs,
                 # Jobs may have begun with different weights, so their weights are reported first.
@@ -547,10 +550,11 @@ class Judgement:
             differing,
             given,
             [*inputs, *scaling.groups],
-            [*contradictions, *data],
+            data,
             any(not line.startswith(BEGINNINGS["param"]) for line in data) or bool(data and not self._weights),
             unseen,
             not_repeated,
+            contradictions=contradictions,
             quantised=quantised,
             job_remarks=job_remarks,
         )

@@ -19,7 +19,6 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
 
 _MOST_SHOWN = 4
-_BEGINNING = "The plan's pairs contradict their names or each other"
 
 
 def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
@@ -59,15 +58,10 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     left = len(contradictions) - _MOST_SHOWN
     more = f"; and {left} more" if left > 0 else ""
     return [
-        f"{_BEGINNING}: {'; '.join(contradictions[:_MOST_SHOWN])}{more}. "
+        f"The plan's pairs contradict their names or each other: {'; '.join(contradictions[:_MOST_SHOWN])}{more}. "
         "They are compared as the plan says. If the target mixes them up, a difference is named in the code that "
         "reads them."
     ]
-
-
-def is_on_pairs(sentence: str) -> bool:
-    """Whether a sentence on data that differ is that of :func:`contradicting_pairs`."""
-    return sentence.startswith(_BEGINNING)
 
 
 def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:

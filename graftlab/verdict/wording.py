@@ -88,6 +88,8 @@ class Findings:
     remarks: Sequence[str] = ()
     data: Sequence[str] = ()
     """Sentences on differing data of both sides: inputs, weights, settings."""
+    contradicting_pairs: Sequence[str] = ()
+    """A sentence on pairs of the plan that contradict their names or each other, if there are any."""
     quantised: Sequence[str] = ()
     """Sentences on weights that one side alone has in 8 bits, and on what these explain."""
     inputs: Sequence[str] = ()
@@ -165,7 +167,8 @@ def parts_of(findings: Findings) -> tuple[list[str], list[str], list[str]]:
     if findings.target_not_repeated:
         before.append(_not_repeatable("target", findings.target_not_repeated))
     jobs = findings.job_remarks or JobRemarks(None, "")
-    before += [*jobs.first, *findings.may_be_inherited, *(() if is_beyond else findings.quantised), *_data(findings)]
+    before += [*jobs.first, *findings.may_be_inherited, *(() if is_beyond else findings.quantised)]
+    before += [*findings.contradicting_pairs, *_data(findings)]
     # A function's own code may have computed the inputs of its model.
     before += lines_in_words(findings.lines, list(dict.fromkeys(findings.inputs)))
     after += [*jobs.basis, *(f"{NOT_CHECKED}{line}" for line in findings.unseen), *jobs.last]
@@ -390,7 +393,7 @@ def _nothing_named(findings: Findings) -> str:
         return f"Nothing above {rounding} ({measured}){look}."
     repeats = not (findings.not_repeated or findings.target_not_repeated)
     doubtful = findings.unexplained or findings.without_output or findings.failed
-    if doubtful or findings.unseen or findings.data or not repeats:
+    if doubtful or findings.unseen or findings.data or findings.contradicting_pairs or not repeats:
         return f"Nothing that was checked adds more than rounding ({measured})."
     return f"No tap adds more than rounding ({measured})."
 

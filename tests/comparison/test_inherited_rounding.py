@@ -34,6 +34,7 @@ def verdict(*of_taps: dict[str, Any], **parts: Any) -> Verdict:
     return Verdict(Findings(pd.DataFrame([*of_taps]), 5.0, 1, **parts), 7)
 
 
+ON_PAIRS = "The plan's pairs contradict their names or each other: k has the values of v."
 NOT_COMPARED = ErrorOrigins(not_compared={"o": ()})
 
 
@@ -51,7 +52,7 @@ def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() 
     # A call in which something is named proves nothing of rounding.
     assert moved_by(verdict(*taps, rows(name="o", label="culprit", ratio=9.0))) == {}
     assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
-    assert moved_by(verdict(*taps, data=[ON_PAIRS])) == {}
+    assert moved_by(verdict(*taps, contradicting_pairs=[ON_PAIRS])) == {}
     assert moved_by(verdict(*taps, unexplained=["The returned value differs."])) == {}
 
 
@@ -71,6 +72,7 @@ def named(name: str, **parts: Any) -> dict[str, Any]:
         ([named("h.1.o", group="o")], {"origins": ErrorOrigins()}, False),
         ([named("h.1.o", group="o")], {"origins": None}, False),
         ([named("h.1.o", group="o")], {"data": ["The weights already differ."]}, False),
+        ([named("h.1.o", group="o")], {"contradicting_pairs": [ON_PAIRS]}, False),
         ([named("h.1.o", group="o")], {"unexplained": ["The returned value differs."]}, False),
         ([rows(name="h.1.o", group="o")], {}, False),
     ],
@@ -94,7 +96,6 @@ def wide(name: str, **parts: Any) -> dict[str, Any]:
     )
 
 
-ON_PAIRS = "The plan's pairs contradict their names or each other: k has the values of v."
 UNCHANGED = {"output": Causes({"o": "minor"}, total=0.8)}
 
 
@@ -106,7 +107,7 @@ def test_modules_that_rounding_alone_moves_are_known_where_all_agrees() -> None:
         wide("h.3.k.grad", label="clean", tags={"kind": "grad"}, error=1e-7),
     ]
     assert moved_by(verdict(*taps)) == {"h.1": 3e-7}
-    assert moved_by(verdict(*taps, data=[ON_PAIRS])) == {"h.1": 3e-7}
+    assert moved_by(verdict(*taps, contradicting_pairs=[ON_PAIRS])) == {"h.1": 3e-7}
     assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
     assert moved_by(verdict(*taps, wide("h.1.o"))) == {}
 
@@ -115,7 +116,7 @@ def test_modules_that_rounding_alone_moves_are_known_where_all_agrees() -> None:
     ("taps", "parts", "is_excused"),
     [
         ([wide("h.1.o")], {}, True),
-        ([wide("h.1.o")], {"data": [ON_PAIRS]}, True),
+        ([wide("h.1.o")], {"contradicting_pairs": [ON_PAIRS]}, True),
         ([wide("h.1.o", added=4e-6)], {}, False),
         ([wide("h.2.o")], {}, False),
         ([wide("h.1.o", dtype="bfloat16")], {}, False),

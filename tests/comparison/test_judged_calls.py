@@ -37,7 +37,6 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
-from graftlab.verdict.pair_contradictions import is_on_pairs
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
@@ -93,15 +92,14 @@ def test_equal_calls_agree_and_nothing_is_remarked() -> None:
 
 def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:
     doubt = "The plan's pairs contradict their names or each other: k has the values of v. They are compared as"
-    assert is_on_pairs(doubt)
-    answer, remarks = judged(held(), held(), found(data=(doubt,)))
+    answer, remarks = judged(held(), held(), found(contradicting_pairs=(doubt,)))
     assert answer == "inconclusive"
     assert remarks[0].startswith("All that was compared agrees, the output too, but pairs contradict")
     # They count where something differs, also what no tap shows, or where weights do.
     far = held(MANY, tapped={"": ONES})
-    assert judged(held(), far, found(data=(doubt,)))[0] == "differ"
-    assert judged(held(), held(), found("a", label="culprit", data=(doubt,)))[0] == "differ"
-    assert judged(held(), held(), found(data=(doubt, "The weights differ.")))[0] == "differ"
+    assert judged(held(), far, found(contradicting_pairs=(doubt,)))[0] == "differ"
+    assert judged(held(), held(), found("a", label="culprit", contradicting_pairs=(doubt,)))[0] == "differ"
+    assert judged(held(), held(), found(contradicting_pairs=(doubt,), data=("The weights differ.",)))[0] == "differ"
     assert judged(held(), held(), found(data=("The weights differ.",)))[0] == "differ"
 
 
@@ -301,6 +299,12 @@ def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
     data = replace(wide.findings, data=["Weights differ."])
     assert judged(held(), held(), narrow, wide=Verdict(data, 5)) == ("agree", [])
     assert judged(held(), held(), narrow, wide=Verdict(replace(data, weights_lent=True), 5))[0] == "differ"
+    # Pairs that contradict each other are no reason not to look.
+    pairs = ("The plan's pairs contradict their names or each other: k has the values of v.",)
+    narrow = replace(narrow, contradicting_pairs=pairs)
+    for label, answer in (("culprit", "differ"), ("clean", "inconclusive")):
+        wide = Verdict(found("a", label=label, contradicting_pairs=pairs), 5)
+        assert judged(held(), held(), narrow, wide=wide)[0] == answer
 
 
 @pytest.mark.parametrize(

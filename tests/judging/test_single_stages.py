@@ -417,7 +417,7 @@ def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, 
     assert (found.named, found.differing, found.given) == (["b", "c"], ["differs"], {"x"})
     assert given["differing_taps"][1] == {"leave": {"x"}}
     assert found.unseen == ["not in the twin", "unseen", "in part", "not judged since"]
-    assert found.data == ["contradiction", "data"]
+    assert (found.contradictions, found.data) == (["contradiction"], ["data"])
     assert given["differing_data"][1] == {"of_weights": BELOW, "settings": "settings"}
     assert given["unseen_taps"][0][1] == ("to be grafted", 4)
     made.evidence = replace(made.evidence, selves=[object()], grafted=made.evidence.grafted.iloc[:0])  # type: ignore[list-item]
@@ -446,7 +446,7 @@ def test_jobs_have_their_own_floor_and_data(given: dict[str, Any], made: Made) -
     made.runs.job_remarks = lambda compared, grafted, not_repeated: jobs
     found = named_in(made)
     assert found.job_remarks is jobs
-    assert (found.accumulated.constant, found.data) == (3e-3, ["contradiction", "data of jobs"])
+    assert (found.accumulated.constant, found.data) == (3e-3, ["data of jobs"])
     assert "other steps" in found.unseen
     assert "differing_data" not in given
 
@@ -477,7 +477,7 @@ def test_where_nothing_differs_with_the_baselines_weights_that_is_said(
     monkeypatch.setattr(judgement, "differing_data", lambda *_, of_weights, **__: [of_weights])
     monkeypatch.setattr(judgement, "judged_until_sketch", lambda *_: (naming(()).frame, ""))
     monkeypatch.setattr(judgement, "differing_taps", lambda *_, **__: [])
-    assert named_in(made, lent).data[1:] == [AGREES_WITH_THE_BASELINES]
+    assert named_in(made, lent).data == [AGREES_WITH_THE_BASELINES]
     assert named_in(made).data[1:] == [BELOW]
     for beyond, said in (([], AGREES_WITH_THE_BASELINES), (["logits"], of_weights)):
         made.evidence = replace(

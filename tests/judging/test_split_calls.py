@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -74,6 +75,7 @@ def test_returned_values_alone_clear_a_target_whose_calls_do_not_pair() -> None:
     found = Findings(nothing, 5.0, 1, only_returned=True)
     assert answer_of(found, True, True) == "agree"
     assert answer_of(found, True, False) == "inconclusive"
+    assert answer_of(replace(found, contradicting_pairs=["k has the values of v."]), True, True) == "inconclusive"
     assert text_of(found) == "The returned values agree to rounding; nothing else was compared."
     far = Findings(nothing, 5.0, 1, only_returned=True, unexplained=["The returned value differs by 0.1."])
     assert answer_of(far, True, True) == "differ"

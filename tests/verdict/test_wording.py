@@ -66,6 +66,10 @@ def test_values_that_only_round_differently_agree_before_an_exception() -> None:
     assert text_of(found).startswith(f"{raised} The values before that agree to rounding, up to b, the last that")
     wrong = replace(found, frame=frame.assign(label=["culprit", LABEL], ratio=[90.0, 1.0]))
     assert text_of(wrong).startswith(f"{raised} Before that, values already differ:")
+    pairs = ["The plan's pairs contradict their names or each other: k has the values of v."]
+    paired = replace(found, contradicting_pairs=pairs)
+    assert text_of(paired).splitlines()[0] == text_of(found).splitlines()[0]
+    assert text_of(paired).splitlines()[1] == pairs[0]
     given = replace(found, data=["The inputs already differ: x."])
     assert text_of(given).startswith(f"{raised} Before that, values already differ:")
 
