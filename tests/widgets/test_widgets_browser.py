@@ -214,9 +214,9 @@ def test_the_dashboard_follows_a_run(screen: Screen) -> None:
 
     # The conclusion names a step, and a newer one soon.
     seen = int(re.findall(r"steps? (\d+)", verdict.inner_text())[0])
-    page.wait_for_function(
+    screen.lab.wait_for(
         "seen => Number(/steps? (\\d+)/.exec(document.querySelector('.graftlab-verdict').textContent)[1]) > seen + 20",
-        arg=seen,
+        seen,
     )
     names = board.locator(".gle tbody tr[data-tap] td:nth-child(2)")
     expect(names.first).to_have_text("logits")  # the worst first, which is not the first that diverges
