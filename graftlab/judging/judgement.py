@@ -602,7 +602,7 @@ class Judgement:
         written = differences.written() + differences.lost_gradients()
         if naming.clears:
             unexplained += written
-            found = differences.no_tap_explains()
+            found = differences.no_tap_explains(is_grafted=bool(len(evidence.grafted)))
             if naming.data_differs or naming.quantised.text:
                 # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]

@@ -497,20 +497,24 @@ class UnexplainedDifferences:
             rounds[is_value] |= roundoff(coarser_dtype(row)) > 0
         return rounds[False] and not rounds[True]
 
-    def no_tap_explains(self) -> list[str]:
-        """A sentence if something differs in the run without grafts. For verdicts that name no group."""
+    def no_tap_explains(self, *, is_grafted: bool = True) -> list[str]:
+        """A sentence if something differs in the run without grafts. For verdicts that name no group.
+
+        Unless ``is_grafted``, the run in which every tap was grafted has failed.
+        """
+        and_no_tap = "and no tapped value explains it" if is_grafted else "and what each tap adds to it is not known"
         returned = [] if self._after_last_tap else self._returned
         output = next((each for each in self.taps if each.what == self._last), None)
         if returned:
             worst = max(returned, key=attrgetter("times"))
-            sentence = f"{_capital(worst.what)} differs {worst.size}, and no tapped value explains it."
+            sentence = f"{_capital(worst.what)} differs {worst.size}, {and_no_tap}."
         elif output:
-            sentence = f"The output {output.what} differs {output.size}, and no tapped value explains it."
+            sentence = f"The output {output.what} differs {output.size}, {and_no_tap}."
         elif spread := [each for each in self.taps if each.is_spread]:
             first, *others = spread
             more = f" (and {len(others)} more)" if others else ""
             agrees = "" if _whole(first.what) == _whole(self._last or "") else "; the output agrees"
-            return [f"{first.what}{more} differs {first.size}, and no tapped value explains it{agrees}."]
+            return [f"{first.what}{more} differs {first.size}, {and_no_tap}{agrees}."]
         else:
             return []
         inner = [each for each in self.taps if each is not output]

@@ -334,7 +334,7 @@ def test_the_run_without_grafts_is_judged_where_no_other_run_succeeds(session: g
     verdict = session.verdict(raises_when_grafted, raises_when_grafted)
     lines = verdict.text.splitlines()
     assert lines[0].startswith("The returned value differs by 0.0")
-    assert ", and no tapped value explains it. The first tap that differs is h by 0.1 (" in lines[0]
+    assert ", and what each tap adds to it is not known. The first tap that differs is h by 0.1 (" in lines[0]
     assert lines[1].startswith("The run in which every tap was grafted failed, so its results are missing: ")
     assert "Nothing was compared" not in verdict.text
 

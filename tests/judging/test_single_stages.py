@@ -43,7 +43,7 @@ class Differences:
     def after_last_tap(self, all_grafted: bool) -> list[str]:
         return ["after the last tap"] if all_grafted else []
 
-    def no_tap_explains(self) -> list[str]:
+    def no_tap_explains(self, is_grafted: bool) -> list[str]:
         return list(self.found)
 
     def only_sometimes(self, again: object, returned: object, count: int) -> list[str]:

@@ -33,10 +33,11 @@ def validate(document: Any) -> None:
     nbformat.validate(document)
 
 
-def execute(notebook: Path, tmp_path: Path, imports: tuple[str, ...] = ()) -> list[Any]:
+def execute(notebook: Path, tmp_path: Path, imports: tuple[str, ...] = (), *, warm_scripts: bool = True) -> list[Any]:
     """Run a notebook as a person would, in its folder; returns the outputs of its code cells.
 
-    What takes seconds to import in the kernel and in each rank may be imported once, before: ``imports``.
+    What takes seconds to import in the kernel and in each rank may be imported once, before: ``imports``. Scripts that
+    cells start have imported torch before; those that graftlab compares must not, since it holds them as Python starts.
     """
     from nbclient import NotebookClient
 
@@ -54,7 +55,14 @@ def execute(notebook: Path, tmp_path: Path, imports: tuple[str, ...] = ()) -> li
     )
     package = str(Path(graftlab.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    client.execute(env={**os.environ, "PYTHONPATH": path, kernels.IMPORTS: " ".join(imports), kernels.CHILDREN: "1"})
+    client.execute(
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            kernels.IMPORTS: " ".join(imports),
+            kernels.CHILDREN: "1" if warm_scripts else "",
+        }
+    )
     return [output for cell in document.cells for output in cell.get("outputs", [])]
 
 

@@ -366,6 +366,7 @@ def test_the_returned_value_leads_without_a_named_group() -> None:
     (said,) = unexplained(*rows[:2], tap("y", 3, 0.5)).no_tap_explains()
     assert said.startswith("The output y differs by 0.5 ")
     assert "The first tap that differs is x by" in said
+    assert " and what each tap adds to it is not known" in unexplained(*rows).no_tap_explains(is_grafted=False)[0]
     (said,) = unexplained(*rows).no_tap_explains()
     assert said.startswith("x (and 1 more) differs by 0.001 ")
     assert said.endswith("; the output agrees.")
