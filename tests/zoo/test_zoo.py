@@ -177,29 +177,6 @@ def test_score_of_one_verdict(name: str, named: list[str], text: str, expected: 
     assert (scored.exact, scored.honest, scored.silent, scored.innocents, scored.alarm) == expected
 
 
-@pytest.mark.soak
-@pytest.mark.ranks
-@pytest.mark.timeout(1800)
-def test_no_program_is_cleared_and_no_innocent_is_named() -> None:
-    found = list(scoring.score(names=[each.name for each in PROGRAMS]))
-    assert {each.specimen.name for each in found} == {each.name for each in PROGRAMS}
-    wrong = {
-        each.specimen.name: each.text
-        for each in found
-        if each.silent or each.innocents or each.alarm or not (each.exact or each.honest)
-    }
-    assert wrong == {}, scoring.summary(found)
-    _lines_are_right(found)
-
-
-def _lines_are_right(found: list[scoring.Scored]) -> None:
-    located = [each for each in found if each.labels and not each.is_control and has_line(each.specimen)]
-    missed = [each.specimen.name for each in located if each.place_of_line is None]
-    assert len(missed) <= 0.1 * len(located), missed
-    assert {each.specimen.name: each.wrongly_confirmed for each in found if each.wrongly_confirmed} == {}
-    assert [each.specimen.name for each in found if each.is_control and each.lines] == []
-
-
 @pytest.mark.ranks
 def test_the_command_prints_the_score(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["zoo", "--only", "embedding", "--no-explain"]) == 0
@@ -211,10 +188,22 @@ def test_the_command_prints_the_score(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.soak
 @pytest.mark.ranks
 @pytest.mark.timeout(1800)
-def test_the_whole_zoo_is_named_and_no_control_raises_an_alarm() -> None:
-    names = {each.name for each in (*FAULTS, *CONTROLS)}
-    found = list(scoring.score(names=sorted(names)))
+def test_nothing_in_the_zoo_is_cleared_and_no_innocent_is_named() -> None:
+    names = {each.name for each in (*FAULTS, *CONTROLS, *PROGRAMS)}
+    found = list(scoring.score())
     assert {each.specimen.name for each in found} == names
-    wrong = {each.specimen.name: each.labels for each in found if not each.exact or each.innocents or each.alarm}
+    exact = {each.name for each in (*FAULTS, *CONTROLS)}
+    wrong = {
+        each.specimen.name: each.text
+        for each in found
+        if each.silent
+        or each.innocents
+        or each.alarm
+        or not (each.exact or (each.honest and each.specimen.name not in exact))
+    }
     assert wrong == {}, scoring.summary(found)
-    _lines_are_right(found)
+    located = [each for each in found if each.labels and not each.is_control and has_line(each.specimen)]
+    missed = [each.specimen.name for each in located if each.place_of_line is None]
+    assert len(missed) <= 0.1 * len(located), missed
+    assert {each.specimen.name: each.wrongly_confirmed for each in found if each.wrongly_confirmed} == {}
+    assert [each.specimen.name for each in found if each.is_control and each.lines] == []
