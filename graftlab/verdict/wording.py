@@ -104,6 +104,8 @@ class Findings:
     """Set for jobs, because a verdict cannot call them again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    only_without_grafts: bool = False
+    """Whether these show only where no tap has the baseline's value."""
     not_grafted: Sequence[str] = ()
     """A sentence on taps before named ones whose difference the grafts could not take out."""
     without_output: Sequence[str] = ()

@@ -41,6 +41,10 @@ def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() 
     # A call in which something is named proves nothing of rounding.
     assert moved_by_flips(verdict(rows(name="k"), rows(name="o", label="culprit", ratio=9.0))) == {}
     assert moved_by_flips(verdict(rows(name="k"), data=["The weights already differ."])) == {}
+    # Unless the call agrees in float32.
+    parts: dict[str, Any] = {"unexplained": ["k differs."], "only_without_grafts": True}
+    assert moved_by_flips(verdict(rows(name="k"), **parts)) == {}
+    assert moved_by_flips(verdict(rows(name="k"), **parts, in_float32=0.5)) == {"k": 0.2}
 
 
 def named(name: str, **parts: Any) -> dict[str, Any]:
