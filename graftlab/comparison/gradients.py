@@ -361,6 +361,8 @@ def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription]) -> 
             )
         elif factor is None:
             sentences.append(_of_differing_loss(ours, theirs))
+        elif all(math.prod(each.shape) == 1 for each, _ in _common_results(ours, theirs).values()):
+            sentences.append("The models return single numbers, such as their losses, from which the gradients differ.")
         else:
             sentences.append("The gradients of the loss with respect to the model's results agree.")
     if ours.calls != theirs.calls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -115,6 +115,13 @@ def judge_held_calls(
             remarks += [merged] if merged else []
             remarks.append(f"In {dtypes} {what}. In {wider}, from the same numbers, they differ:")
         verdict = wide
+    agrees_wider = verdict.findings.in_float32 is not None
+    if agrees_wider and verdict.findings.unexplained:
+        remarks.append(
+            f"In {verdict.findings.looked_in}, from the same numbers, the calls agree. In 16 bits they differ, though "
+            "every module agrees from equal inputs: rounding may have changed a choice, such as a router's, or the "
+            "target rounds more."
+        )
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
     after_weights = len(remarks)
@@ -126,8 +133,7 @@ def judge_held_calls(
     answer = answer_of(replace(verdict.findings, contradicting_pairs=()), trusted, known)
     if merged and answer == "differ":
         answer = "inconclusive"
-    looked = verdict.findings.in_float32 is not None
-    if answer == "agree" and not looked and (single := sentence_on_single_taps(verdict.frame)):
+    if answer == "agree" and not agrees_wider and (single := sentence_on_single_taps(verdict.frame)):
         answer = "inconclusive"
         remarks.append(single)
     without_taps = _without_taps(baseline, target, results.differences, choice.threshold, pairs)
@@ -307,7 +313,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     wide = replace(wide, findings=replace(wide.findings, computed_in=""))
     answer = answer_of(replace(wide.findings, contradicting_pairs=()), True, True)
     runs = verdict.runs + wide.runs
-    if answer == "agree" and not found.unexplained:
+    if answer == "agree" and (not found.unexplained or found.only_without_grafts):
         # Where one side alone has 16 bits, the rounding of its numbers, which both have now, may be the mistake.
         rounding = found.rounding if frame["cast"].notna().any() else cleared.rounding
         ratio = float(wide.frame["ratio"].max()) if len(wide.frame) else 0.0
@@ -439,7 +445,7 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
     """
     if len(baseline) != 1 or len(target) != 1:
         return False
-    ours, theirs = _with_equal_names(baseline[0].plain, target[0].plain)
+    ours, theirs = _with_equal_names(*_without_state_of_one(baseline[0].plain, target[0].plain))
     if ours.keys() != theirs.keys() or not ours:
         return False
     for path, tensor in ours.items():
@@ -453,6 +459,14 @@ def _have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallD
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
+
+
+def _without_state_of_one(*sides: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Both results without the state that one side alone writes, or in another size, such as a paged cache."""
+    one, other = sides
+    alike = {path for path, each in one.items() if path in other and each.numel() == other[path].numel()}
+    for values in sides:
+        yield {path: each for path, each in values.items() if path in alike or not is_written(path)}
 
 
 def _with_equal_names(

@@ -65,11 +65,24 @@ def trains(held: HeldUnits) -> bool:
     return all(isinstance(each, CallDescription) and each.needs_backward for each in every)
 
 
-def have_equal_shapes(held: HeldUnits) -> bool:
-    """Whether the results of all ranks' calls have the same shapes, that is, both sides split the batch alike."""
+def split_alike(held: HeldUnits) -> bool:
+    """Whether both sides split the batch alike: all ranks' calls return the same shapes, and those of one rank are
+    given as many tokens or labels. A loss has one shape for any batch.
+    """
     every = (*held.baseline, *held.target)
     shapes = [[t.shape for t in each.returned.values()] for each in every if isinstance(each, CallDescription)]
-    return all(each == shapes[0] for each in shapes)
+    ours, theirs = numbers_given(held)
+    # Ranks may each have a part of the batch.
+    return all(each == shapes[0] for each in shapes) and (len(every) > 2 or ours == theirs)
+
+
+def numbers_given(held: HeldUnits) -> tuple[int, int]:
+    """The size of the largest tensor of whole numbers that each side's call is given, such as tokens or labels."""
+    calls = described_as(held, CallDescription)
+    ours, theirs = (
+        max((t.numel() for call in side[:1] for t in call.whole_numbers.values()), default=0) for side in calls
+    )
+    return ours, theirs
 
 
 Description = TypeVar("Description", CallDescription, UpdateDescription)

@@ -68,6 +68,7 @@ def judge_held_updates(
     remarks = [*moved, *parted, *gradients.sentences, *classes, *settings]
     findings = verdict.findings
     computed = bool(findings.named)
+    has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
     if not computed:
         remarks.append("From equal weights, gradients and state both sides compute the same update.")
     elif has_closure:
@@ -75,6 +76,8 @@ def judge_held_updates(
         if not _differs_in_first_call(findings):
             remarks.append("The closure's first call agrees; its later calls use weights that the step has changed.")
             findings = _model_inherits(findings)
+    elif not has_gradients:
+        remarks.append("The updates differ, and no gradient was compared.")
     elif not gradients.sentences:
         remarks.append("The gradients agree, and the updates computed from them differ.")
     remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
@@ -85,7 +88,7 @@ def judge_held_updates(
         inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
     )
     answer = answer_of(verdict.findings, not moved, True)
-    if answer == "agree" and not has_closure and not any(kind_of(row["tags"]) == "param_grad" for row in rows):
+    if answer == "agree" and not has_closure and not has_gradients:
         answer = "inconclusive"
         remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
     if answer == "agree" and gradients.losses:

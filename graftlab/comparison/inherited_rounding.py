@@ -32,7 +32,8 @@ class InheritedRounding:
     def add(self, compared: Verdict) -> None:
         """Add a call. One in which something is named proves nothing of rounding."""
         found = compared.findings
-        if {*found.named} - {*found.rounding.groups} or found.unexplained or found.data:
+        is_unexplained = found.unexplained and not found.is_rounding_possible
+        if {*found.named} - {*found.rounding.groups} or is_unexplained or found.data:
             return
         for row in records(found.frame):
             if kind_of(row["tags"]) is None and row["error"] is not None and _is_rounding(row, compared):

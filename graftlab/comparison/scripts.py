@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.tap_groups import group_of, kind_of, kind_of_group
 from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
@@ -22,8 +22,9 @@ from graftlab.comparison.held_units import (
     HeldUnits,
     described_as,
     failure_of,
-    have_equal_shapes,
+    numbers_given,
     other_exit_code,
+    split_alike,
     trains,
     why_not_held,
     why_not_repeated,
@@ -221,7 +222,8 @@ class _HeldInTurn:
                 compared = self._judge_call(held)
                 if compared.findings.gradient_parts and self._in_parts is None:
                     self._in_parts = compared
-                if compared.answer == "inconclusive" and trains(held) and not have_equal_shapes(held):
+                compared = _unless_of_a_part(compared, held)
+                if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
                     # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
                     self._unpaired = compared
@@ -375,7 +377,7 @@ class _HeldInTurn:
         self._since_update += 1
         if self._are_judged:
             return False
-        return self._unpaired is None or have_equal_shapes(held)
+        return self._unpaired is None or split_alike(held)
 
     def _is_enough(self, held: HeldUnits) -> bool:
         if held.both_hold(UpdateDescription):
@@ -423,10 +425,12 @@ class _HeldInTurn:
         for line in compared.text.splitlines():
             if line.startswith(NOT_CHECKED):
                 self._left.setdefault(line, len(self._models))
-        frame = compared.findings.frame
-        for name, tags, error in zip(frame["name"], frame["tags"], frame["error"], strict=True):
-            if kind_of(tags) == "param_grad" and error == error:
-                self._apart[name] = max(self._apart.get(name, 0.0), float(error))
+        if split_alike(held):
+            # Gradients of different parts of a batch are apart by more than rounding.
+            frame = compared.findings.frame
+            for name, tags, error in zip(frame["name"], frame["tags"], frame["error"], strict=True):
+                if kind_of(tags) == "param_grad" and error == error:
+                    self._apart[name] = max(self._apart.get(name, 0.0), float(error))
         return compared
 
     def _judge_update(self, held: HeldUnits) -> Comparison:
@@ -598,3 +602,21 @@ class _HeldInTurn:
                     differ = f"{before} {more} {what} again, and the {fewer} ends: one side does so more often."
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()
+
+
+def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
+    """The comparison of a call in training; inconclusive if it names nothing but sums over rows, such as the loss and
+    gradients, and the sides' calls are given different numbers of tokens or labels, as where one splits the batch.
+    """
+    found, (ours, theirs) = compared.findings, numbers_given(held)
+    if compared.answer != "differ" or not trains(held) or split_alike(held) or ours == theirs:
+        return compared
+    named = found.frame[found.frame["group"].isin(found.named)]
+    is_gradient = named["group"].map(kind_of_group).isin(("grad", "param_grad"))
+    if found.unexplained or found.data or not (is_gradient | (named["shape"].map(math.prod) == 1)).all():
+        return compared
+    sentence = (
+        f"The baseline's call is given {ours:,} numbers, such as tokens or labels, and the target's {theirs:,}, as "
+        "where one side splits its batch. Only the loss and gradients differ, perhaps for that reason."
+    )
+    return replace(compared, answer="inconclusive", remarks=(sentence, *compared.remarks))

@@ -163,6 +163,8 @@ class Naming:
     maybe_explained: list[str] = field(default_factory=list)
     """Sentences on differences for which the data may be the reason."""
     target_not_repeated: list[str] = field(default_factory=list)
+    only_without_grafts: bool = False
+    """Whether what nothing explains shows only where no tap has the baseline's value."""
     job_remarks: JobRemarks | None = None
 
     @property
@@ -323,6 +325,7 @@ class Judgement:
                 raised=None if self._runs.raised is None else self._runs.raised.sentence,
                 not_grafted=not_grafted(evidence.grafted, naming.frame, self._threshold),
                 unexplained=unexplained,
+                only_without_grafts=naming.only_without_grafts and not factors,
                 without_output=without_output,
                 failed=self._failed,
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
@@ -607,6 +610,7 @@ class Judgement:
                 # The data are stated first, the difference after them.
                 naming.maybe_explained = [f"{line} The differences above may explain it." for line in found]
                 found = []
+            naming.only_without_grafts = bool(found) and bool(len(evidence.grafted)) and not unexplained
             unexplained += found
             if found and not naming.target_not_repeated and evidence.returned is not None:
                 again = self._attempt(
@@ -615,7 +619,10 @@ class Judgement:
                     None,
                 )
                 if again is not None:
-                    unexplained += differences.only_sometimes(again, self._runs.returned, self._runs.count)
+                    sometimes = differences.only_sometimes(again, self._runs.returned, self._runs.count)
+                    # Rounding of equal numbers repeats itself.
+                    naming.only_without_grafts &= not sometimes
+                    unexplained += sometimes
             without_output = differences.without_partner(evidence.floors.last_tap(), chosen) + differences.turned()
             if not unexplained:
                 alone = differences.whole_numbers_alone() if has_taps else []

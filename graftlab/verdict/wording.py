@@ -106,6 +106,8 @@ class Findings:
     """Set for jobs, because a verdict cannot call them again."""
     unexplained: Sequence[str] = ()
     """Sentences on differences that no named group explains."""
+    only_without_grafts: bool = False
+    """Whether these show only where no tap has the baseline's value."""
     not_grafted: Sequence[str] = ()
     """A sentence on taps before named ones whose difference the grafts could not take out."""
     without_output: Sequence[str] = ()
@@ -142,6 +144,11 @@ class Findings:
     """A sentence on the exception of one side, up to which the sides are compared; None if both return."""
     inconclusive: Sequence[str] = ()
     """Sentences on why grafts prove nothing, such as pairs that no longer hold."""
+
+    @property
+    def is_rounding_possible(self) -> bool:
+        """Whether rounding may have changed a choice, which nothing else explains: in more bits the calls agree."""
+        return self.only_without_grafts and self.in_float32 is not None
 
     @property
     def named(self) -> list[str]:

@@ -414,6 +414,24 @@ def test_the_rows_of_a_bare_result_are_compared_with_those_of_the_one_value_as_w
     assert not agree({"x": packed, "y": packed}, cache=cache)
 
 
+def test_what_one_side_alone_writes_does_not_hide_that_the_rows_are_equal() -> None:
+    padded = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    packed, state = torch.cat([padded[2, :4], padded[0, :1]]), torch.ones(3, 4)
+
+    def agree(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+        one, other = (
+            [CallDescription("Net", 1, False, (), {"": result, **written}, {})]
+            for result, written in ((padded, ours), (packed, theirs))
+        )
+        return _have_equal_rows(one, other, 5.0)
+
+    paged, cached = written_path("pages"), written_path("cache[0]")
+    assert agree({cached: state}, {paged: torch.ones(2, 8, 4)})
+    assert agree({paged: state}, {paged: torch.ones(2, 8, 4)})
+    assert agree({paged: state}, {paged: state})
+    assert not agree({paged: state}, {paged: state + 1e-2})
+
+
 def test_results_with_too_many_rows_to_compare_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.eye(4)
     assert rows_in_calls(rows, rows)
@@ -641,6 +659,9 @@ def test_names_pair_where_most_of_the_side_with_fewer_occur_on_the_other() -> No
         ({}, False, True, "inconclusive"),
         ({"frame": taps_of("a", label="culprit")}, True, True, "differ"),
         ({"unexplained": ["The returned value differs."]}, True, True, "differ"),
+        ({"unexplained": ["It differs."], "only_without_grafts": True}, True, True, "differ"),
+        ({"unexplained": ["It differs."], "in_float32": 0.5}, True, True, "differ"),
+        ({"unexplained": ["It differs."], "only_without_grafts": True, "in_float32": 0.5}, True, True, "inconclusive"),
         ({"data": ["The weights already differ."]}, True, True, "differ"),
         # Gradients that follow from a group that rounds differently still differ.
         ({"following": ("a@grad",)}, True, True, "differ"),

@@ -536,6 +536,17 @@ def test_gradients_of_results_differ_by_one_factor_or_by_more(factors: tuple[flo
     assert any(said in each for each in found.sentences), found.sentences
 
 
+def test_the_gradient_of_a_returned_loss_does_not_show_that_the_loss_agrees() -> None:
+    whole = drawn(0)
+    ours, theirs = (
+        replace(description({"w": scale * whole}), of_results=samples(loss=torch.ones(()))) for scale in (1.0, 1.5)
+    )
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    told = "The models return single numbers, such as their losses, from which the gradients differ."
+    assert told in found.sentences
+    assert not any("results agree" in each for each in found.sentences)
+
+
 def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
     whole, axes = drawn(0), torch.eye(4)
     ours, theirs = (

@@ -54,6 +54,10 @@ def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() 
     assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
     assert moved_by(verdict(*taps, contradicting_pairs=[ON_PAIRS])) == {}
     assert moved_by(verdict(*taps, unexplained=["The returned value differs."])) == {}
+    # Unless the call agrees in float32.
+    parts: dict[str, Any] = {"unexplained": ["k differs."], "only_without_grafts": True}
+    assert moved_by(verdict(*taps, **parts)) == {}
+    assert moved_by(verdict(*taps, **parts, in_float32=0.5)) == {"h.1": 0.3}
 
 
 def named(name: str, **parts: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from graftlab.jobs.held_script import leave, uncompared_calls
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptSettings
 from graftlab.ranks.held_call import CallDescription, ScriptEnd
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.wording import Findings
 
 # Seconds between two calls of a script.
@@ -440,6 +441,57 @@ def test_micro_batches_are_judged_by_their_update_alone(
     else:
         assert (found.judged, result.answer) == (["call 1"], "inconclusive")
         assert not any("agree" in each for each in result.remarks)
+
+
+def part(number: int, tokens: int) -> CallDescription:
+    """A call in training that returns its loss."""
+    given = {"ids": torch.ones(tokens, 6, dtype=torch.int64)}
+    return trained(number, torch.ones(()), whole_numbers=given)
+
+
+def sums(**tap: Any) -> Comparison:
+    """The comparison of calls whose loss and gradients differ, and perhaps another tap."""
+    taps = [
+        {"name": "output", "group": "output", "tags": {}, "shape": []},
+        {"name": "w", "group": "w@param_grad", "tags": {"kind": "param_grad"}, "shape": [4, 4], "error": 0.6},
+        *([tap] if tap else []),
+    ]
+    usual = dict.fromkeys(COLUMNS) | {"step": 0, "order": 0, "rank": 0, "occurrence": 0, "dtype": "float32"}
+    usual |= {"label": "culprit", "error": 0.5, "ratio": 9.0, "added": 0.5, "floor": 1e-6}
+    return compared("differ", frame=pd.DataFrame([{**usual, **each} for each in taps]))
+
+
+@pytest.mark.parametrize("updates", [[], [update(1)]])
+def test_the_loss_of_a_micro_batch_is_judged_by_its_update_alone(
+    updates: list[object], of_scripts: Callable[..., Compared]
+) -> None:
+    found = of_scripts(calls=1)
+    found.answers = {"call 1": sums()}
+    result = found.judge([part(1, 4), *updates], [part(1, 2), *([part(2, 2)] if updates else []), *updates])
+    # Gradients of other rows do not show how far rounding moves them.
+    assert found.turns._apart == {}
+    if updates:
+        assert found.judged == ["call 1", "update 1"]
+        assert (result.answer, result.remarks[0]) == ("agree", "1 update of the weights agrees.")
+        found.answers["update 1"] = "differ"
+        assert found.judge([part(1, 4), *updates], [part(1, 2), *updates]).answer == "differ"
+    else:
+        assert (found.judged, result.answer) == (["call 1"], "inconclusive")
+        assert result.remarks[0].startswith(
+            "The baseline's call is given 24 numbers, such as tokens or labels, and the target's 12,"
+        )
+
+
+def test_a_micro_batch_does_not_excuse_what_is_computed_differently_in_each_row(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    found = of_scripts(calls=1)
+    found.answers = {"call 1": sums(name="fc", group="fc", tags={}, shape=[2, 6, 4])}
+    assert found.judge([part(1, 4), update(1)], [part(1, 2), update(1)]).answer == "differ"
+    found.answers = {"call 1": sums()}
+    assert found.judge([part(1, 4), update(1)], [part(1, 4), update(1)]).answer == "differ"
+    found.answers = {"call 1": replace(sums(), findings=replace(sums().findings, data=("The weights differ.",)))}
+    assert found.judge([part(1, 4), update(1)], [part(1, 2), update(1)]).answer == "differ"
 
 
 def test_an_inconclusive_call_of_equal_shapes_is_not_excused_as_a_micro_batch(

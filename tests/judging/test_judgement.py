@@ -103,6 +103,15 @@ def test_a_difference_that_another_run_lacks_is_reported_as_such() -> None:
     )
     assert runs.made[-1] == "without grafts again"
     assert any("run" in each for each in verdict.findings.unexplained[1:]), verdict.text
+    assert not verdict.findings.only_without_grafts
+
+
+@pytest.mark.parametrize(("grafted", "only"), [(0.0, True), (0.1, False)])
+def test_what_differs_only_without_grafts_is_known(grafted: float, only: bool) -> None:
+    again = {"without grafts again": (taps(b=0.2, c=0.2), 0.2)}
+    verdict, _ = verdict_of((taps(b=0.2, c=0.2), 0.2), (taps("grafted"), grafted), frames=again)
+    assert verdict.findings.unexplained
+    assert verdict.findings.only_without_grafts is only
 
 
 def test_a_target_that_differs_from_itself_is_not_cleared() -> None:
@@ -118,6 +127,7 @@ def test_a_run_that_fails_is_reported_and_clears_nothing() -> None:
     (said,) = verdict.findings.failed
     assert said.startswith("The run in which every tap was grafted failed, so its results are missing: what each tap")
     assert verdict.named == []
+    assert not verdict.findings.only_without_grafts
     assert said in verdict.text
     assert "agree" not in verdict.text.partition("\n")[0], verdict.text
 
