@@ -134,7 +134,7 @@ class PeerConnector:
     def kinds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the world ranks that share memory with this one, and those connected by TCP."""
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
-        return memory, tuple(sorted(self._links.keys() - set(memory)))
+        return memory, tuple(sorted(self._links.keys() - memory))
 
     def linked(self, world: int) -> LinkReport:
         """Return :meth:`kinds` as a report to the session server."""
