@@ -243,7 +243,7 @@ class PeerConnector:
         descriptor = receive_descriptors(connection, 1)[0]
         try:
             size = os.fstat(descriptor).st_size
-            with mmap.mmap(descriptor, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as page:
+            with mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ) as page:
                 if page[_NONCE_AT] != contact.nonce:
                     raise MessageError("its memory does not have the announced nonce")
             return Arena(descriptor, size, writable=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -230,16 +231,45 @@ def test_a_rank_that_connects_before_its_contact_arrives_keeps_its_link(ranks: C
     assert stays.kinds() == ((1,), ())
     before[0].send(b"hello")
     assert early.links[0][0].receive() == [b"hello"]
+    # The other rank may find only now that it cannot verify the memory, and ask by TCP.
+    early._connect_over_tcp(stays.contact)
+
+    def replaced() -> bool:
+        early.work()
+        stays.work()
+        return stays.kinds() == ((), (1,))
+
+    wait_until(replaced, "a link by TCP")
+    assert before[0].closed
 
 
 def test_a_removed_rank_that_is_added_again_connects_again(ranks: Callable[[int, int], Ranks]) -> None:
     stays, early = linked_early(ranks(1, 1))
     before = stays.links[1]
-    stays.remove(1)
+    early.remove(0)
+    joining = in_background(lambda: early.add([stays.contact]))
+
+    def accepted() -> bool:
+        stays.work()
+        return stays.links[1] is not before
+
+    wait_until(accepted, "another link")
+    joining.result(DEADLINE)
+    assert early.kinds() == ((0,), ())
+    # Without its contact, nothing is known of it but its link.
     stays.add([early.contact])
-    assert before[0].closed
+    stays.remove(1)
+    assert stays.missing() == ["target[0]"]
+
+
+def test_a_process_that_takes_a_ranks_place_replaces_its_link(ranks: Callable[[int, int], Ranks]) -> None:
+    stays, early = linked_early(ranks(1, 1))
+    channel, _ = stays.links[1]
+    new = msgspec.structs.replace(early.contact, nonce=bytes(32), port=5)
+    stays.add([new])
+    assert channel.closed
     assert not stays.complete
-    assert stays.missing() == [f"target[0] (at 127.0.0.1, port {early.contact.port}, which does not answer)"]
+    assert stays.missing() == ["target[0] (at 127.0.0.1, port 5, which does not answer)"]
 
 
 def test_only_ranks_without_a_link_are_missing(ranks: Callable[[int, int], Ranks]) -> None:
@@ -427,6 +457,8 @@ def test_sealed_ranks_leave_nothing_behind_and_keep_what_they_use(ranks: Callabl
         return bool(channel.arrived)
 
     wait_until(arrived, "a frame")
+    # Where files in /tmp are cleaned up, it may be gone already.
+    shutil.rmtree(Path(sends.contact.socket).parent)
     for connector in world.connectors:
         connector.seal()
         assert not Path(connector.contact.socket).parent.exists()
