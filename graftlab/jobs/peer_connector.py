@@ -134,7 +134,7 @@ class PeerConnector:
     def kinds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the world ranks that share memory with this one, and those connected by TCP."""
         memory = tuple(sorted(rank for rank, (_, arena) in self._links.items() if arena is not None))
-        return memory, tuple(sorted(self._links.keys() - set(memory)))
+        return memory, tuple(sorted(self._links.keys() - memory))
 
     def linked(self, world: int) -> LinkReport:
         """Return :meth:`kinds` as a report to the session server."""
@@ -243,7 +243,7 @@ class PeerConnector:
         descriptor = receive_descriptors(connection, 1)[0]
         try:
             size = os.fstat(descriptor).st_size
-            with mmap.mmap(descriptor, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as page:
+            with mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ) as page:
                 if page[_NONCE_AT] != contact.nonce:
                     raise MessageError("its memory does not have the announced nonce")
             return Arena(descriptor, size, writable=False)

@@ -59,7 +59,7 @@ class Proxy:
         self._on_first_frame = on_first_frame
         self._pairs: dict[TcpChannel, _ForwardedPair] = {}
         self._lock = threading.Lock()
-        self._closing = False
+        self._closing = self._ended = False
         self._refusals = RefusalLog()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="graftlab-proxy", daemon=True)
@@ -78,19 +78,16 @@ class Proxy:
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
         """Forward arrived frames, and end every connection; with ``when_done``, once this process closes its ends."""
-        if not when_done or not self._pairs:
-            self._closing = True
-            self._wake()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._closing = True
-            self._wake()
+        if when_done:
             self._thread.join(timeout)
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout)
 
     def _wake(self) -> None:
-        # The thread closes the pipe when it ends.
-        if self._thread.is_alive():
-            with contextlib.suppress(OSError):
+        with self._lock:
+            # Once the thread has closed the pipe, its number may belong to another file.
+            if not self._ended:
                 os.write(self._wake_write, b"x")
 
     # ---- on its own thread --------------------------------------------------------------------------------------
@@ -107,8 +104,10 @@ class Proxy:
                 self._end(pair)
             self._refusals.close()
             self._router.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            with self._lock:
+                self._ended = True
+                os.close(self._wake_read)
+                os.close(self._wake_write)
 
     def _forward_all(self) -> None:
         poller = select.poll()
@@ -205,7 +204,7 @@ class Proxy:
 
     def _end(self, pair: _ForwardedPair) -> None:
         with self._lock:
-            self._pairs.pop(pair.far, None)
+            del self._pairs[pair.far]
         pair.far.close()
         pair.near.close()
         pair.wake.close()

@@ -105,7 +105,7 @@ class Dashboard(Panel):
         update(self._verdict, value=f'<b role="status">{headline}</b>')
         [rank] = session.select(self._which_log.value)
         update(self._log_path, value=f'<div class="quiet">{html.escape(str(rank.log))}</div>')
-        tail = html.escape(rank.log_tail(_LOG_LINES)) or "nothing yet"
+        tail = html.escape(rank.log_tail(_LOG_LINES))
         update(self._log, value=f"<pre>{tail}</pre>")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,6 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.widgets.match_editor import MatchEditor, _in_order
-
-pytestmark = pytest.mark.ranks
 
 LAYOUT = "a b -> b a"
 PAIRS = [
@@ -42,24 +41,20 @@ PROPOSAL = Proposal(
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[gl.Session]:
-    with gl.launch(1, 1) as session:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gl.Session]:
+    """A session whose plan can be edited; its jobs have not started."""
+    folder: Path = tmp_path_factory.mktemp("session")
+    with gl.listen(1, 1, folder=folder / "run") as session:
         yield session
 
 
 class Editing:
     """The editor, as a person who looks at its page acts on it."""
 
-    def __init__(self, session: gl.Session, browser: Browser) -> None:
-        self.editor = MatchEditor(session, PROPOSAL)
+    def __init__(self, session: gl.Session, browser: Browser, proposal: Proposal = PROPOSAL) -> None:
+        self.editor = MatchEditor(session, proposal)
         self.browser = browser
         self.screen = Screen(browser, self.editor)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        self.browser.kernel_works()
-        state: dict[str, Any] = self.browser.comms[self.editor.view.comm.comm_id].state["state"]
-        return state
 
     def act(self, what: str, *targets: str, value: Any = None) -> None:
         self.browser.send(self.editor.view.comm.comm_id, {"what": what, "targets": list(targets), "value": value})
@@ -111,8 +106,10 @@ def test_unfolded_every_tap_has_a_line(editing: Editing) -> None:
 def test_pairs_are_accepted_rejected_and_undone(editing: Editing) -> None:
     rules = tuple(f"blocks.{n + 1}.mixed" for n in range(12))
     editing.act("accept", *rules)
+    assert editing.screen.message == "12 taps accepted. Apply puts the pairs into the plan."
     assert {pair.sureness for pair in editing.editor.proposal.pairs if pair.target in rules} == {"confirmed"}
     editing.act("reject", "logits")
+    assert editing.screen.message == "1 tap rejected. Apply puts the pairs into the plan."
     state = editing.editor.view.state
     assert ("logits", 1) in labels(state, "target")
     assert [tap["why"] for tap in state["target"] if tap["label"] == "logits"] == ["rejected"]
@@ -143,10 +140,55 @@ def test_apply_puts_the_pairs_into_the_plan_and_reports_omitted_guesses(session:
     assert not editing.editor.view.state["is_applied"]
     editing.act("apply")
     assert len(session.plan.pairs) == len(PAIRS)
+    assert editing.editor.message == f"Plan {session.plan.version} has 26 pairs."
+    assert editing.editor.status == "good"
     session.edit(pairs=None)
 
 
-def test_a_match_of_two_functions_knows_the_order_in_which_their_taps_ran(session: gl.Session) -> None:
+def test_several_guesses_that_are_left_out_are_counted(session: gl.Session, simulated: Browser) -> None:
+    pairs = (Pair("a", "b"), Pair("c", "d", sureness="guess"), Pair("e", "f", sureness="guess"))
+    editing = Editing(session, simulated, Proposal(pairs, {}, {}))
+    editing.act("apply")
+    assert editing.editor.message.endswith("has 1 pairs. 2 guesses are left out until they are accepted.")
+    editing.editor.close()
+    session.edit(pairs=None)
+
+
+def test_a_link_has_its_worst_difference_its_layout_and_each_note_once(session: gl.Session, simulated: Browser) -> None:
+    part, turned = parse_layout("a b -> (a b)"), parse_layout(LAYOUT)
+    pairs = (
+        Pair("qkv", "q", part, whole="baseline", note="first"),
+        *(Pair(f"h.{n}.x", f"b.{n}.x", turned, whole="target", rel=(5e-3, 1e-3)[n], note="each") for n in range(2)),
+        Pair("same", "equal", whole="target"),
+    )
+    left = {"one": "constant", "l.0.c": "lost", "l.1.c": "lost", "l.2.c": "other"}
+    order = {"baseline": ("h.0.x", "h.1.x", "same", "qkv"), "target": ("equal",)}
+    editing = Editing(session, simulated, Proposal(pairs, left, {}, order=order))  # type: ignore[arg-type]
+    state = editing.editor.view.state
+    shown = {link["baseline"]: [link[key] for key in ("rel", "layout", "note", "count")] for link in state["links"]}
+    assert shown == {
+        "qkv": [None, part.text, "first", 1],
+        "h.{n}.x": [5e-3, f"{LAYOUT} of the target's", "each", 2],
+        "same": [None, Pair("a", "b").layout.text, "", 1],
+    }
+    assert state["baseline"][:3] == [
+        {"label": "h.{n}.x", "count": 2, "why": ""},
+        {"label": "same", "count": 1, "why": ""},
+        {"label": "qkv", "count": 1, "why": ""},
+    ]
+    assert [tap for tap in state["baseline"] if tap["why"]] == [
+        {"label": "one", "count": 1, "why": "constant"},
+        {"label": "l.0.c … l.1.c", "count": 2, "why": "lost"},
+        {"label": "l.2.c", "count": 1, "why": "other"},
+    ]
+    assert state["folded"]
+    assert editing.screen.all("match") == [editing.editor]
+    assert "l.2.c" in editing.editor.static_html()
+    editing.editor.close()
+
+
+@pytest.mark.ranks
+def test_a_match_of_two_functions_knows_the_order_in_which_their_taps_ran() -> None:
     def mine(x: torch.Tensor) -> None:
         gl.tap("zero", x)
         gl.tap("a.only", torch.arange(3.0))
@@ -156,7 +198,8 @@ def test_a_match_of_two_functions_knows_the_order_in_which_their_taps_ran(sessio
         gl.tap("first", x)
         gl.tap("end", x * 2)
 
-    proposal = session.match(mine, theirs, args=(torch.randn(8, 5),))
+    with gl.launch(1, 1) as session:
+        proposal = session.match(mine, theirs, args=(torch.randn(8, 5),))
     assert list(proposal.order["baseline"]) == ["zero", "a.only", "last"]
     assert list(proposal.order["target"]) == ["first", "end"]
 

@@ -105,12 +105,3 @@ def test_the_stop_button_ends_a_verdict_and_restores_the_plan(screen: Screen) ->
     assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
     assert "x is computed differently" in judge(screen, "f()")
-
-
-def test_a_dashboard_that_is_closed_stops_its_verdict(session: gl.Session, screen: Screen) -> None:
-    runs, before = len(session.runs), session.plan
-    screen.panel._judged._judge("endless()")
-    wait_until(lambda: len(session.runs) > runs and session.runs[-1].steps > 0, "its first run")
-    screen.panel.close()
-    assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
-    wait_until(lambda: session.plan.b2t == before.b2t, "the plan from before")
