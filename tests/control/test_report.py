@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from kit.browser import keep_picture
 
 import graftlab as gl
 
@@ -118,7 +119,7 @@ def test_a_report_before_any_run_states_that_nothing_was_compared(tmp_path: Path
 
 @pytest.mark.browser
 def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
-    session: gl.Session, tmp_path: Path, browser: Browser, pictures: Path
+    session: gl.Session, tmp_path: Path, browser: Browser, pictures: Path | None
 ) -> None:
     expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
     session.run(lambda: model(0.0), lambda: model(1.0))
@@ -140,7 +141,7 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
         assert rows.count() < 60, "only what is in sight is in the page"
         expect(rows.first).to_contain_text("<script>alert(1)</script>")
         expect(view.locator("button.open")).to_have_count(0)
-        opened.screenshot(path=pictures / "report.png")
+        keep_picture(opened, pictures, "report")
 
         # By scrolling every tap comes into sight.
         view.locator("th[data-column=order] button").click()
@@ -155,11 +156,11 @@ def test_a_browser_opens_it_from_disk_and_fifteen_hundred_taps_stay_readable(
         place = {"x": 58 + 10.5 / (LAYERS + 1) * (box["width"] - 68), "y": 60}
         canvas.hover(position=place)
         expect(view.locator(".tip")).to_contain_text("model.layers.10: 6 taps, the worst")
-        opened.screenshot(path=pictures / "report-layers.png")
+        keep_picture(opened, pictures, "report-layers")
         canvas.click(position=place)
         expect(view.locator(".chosen b")).to_contain_text("model.layers.10.part")
         expect(view.locator("input.layers")).not_to_be_checked()
-        opened.screenshot(path=pictures / "report-zoomed.png")
+        keep_picture(opened, pictures, "report-zoomed")
 
         view.locator("input.find").fill("layers.77 PART3")
         expect(rows).to_have_count(1)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kit import notebooks
+from kit import notebooks, warm
 from kit.deadline import DEADLINE
+from kit.support import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
@@ -69,21 +71,25 @@ _gc.freeze()  # What stays need not be looked through after each test.
 class Server:
     """A running JupyterLab. ``folder`` is where its notebooks lie, and the folder that their kernels start in."""
 
-    process: subprocess.Popen[str]
+    process: warm.Running
     folder: Path
     address: str = ""
     shared_kernel: str = ""
     log: list[str] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
 
-    def read_log(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def read_log(self, output: int) -> None:
+        for line in os.fdopen(output):
             self.log.append(line)
             if (found := ADDRESS.search(line)) and not self.address:
                 self.address = found[1]
                 self.ready.set()
         self.ready.set()  # it has ended
+
+    def listens(self) -> bool:
+        port = int(self.address.rpartition(":")[2])
+        with socket.socket() as tries:
+            return tries.connect_ex(("127.0.0.1", port)) == 0
 
     def request(self, method: str, path: str, /, **body: str) -> Any:
         asked = urllib.request.Request(
@@ -125,30 +131,30 @@ def lab_server() -> Iterator[Server]:
         "JUPYTER_RUNTIME_DIR": str(top / "runtime"),
         "IPYTHONDIR": str(top / "ipython"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        # Without Node, which JupyterLab would ask where to download extensions from, for a second of the processor.
+        "PATH": str(Path(sys.executable).parent),
     }
     command = [
-        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"),
+        *("-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"),
         *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
         f"--ServerApp.root_dir={top / 'notebooks'}",
     ]
     if os.geteuid() == 0:
         command.append("--allow-root")
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=top,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    reads, tells = os.pipe()
+    # Its kernels are warm, and the forkservers of their ranks.
+    how = {"children": True, "prepare": "kit.kernels.start_warm", "start_new_session": True}
+    process = warm.start(command, environment, cwd=top, stdout=tells, stderr=tells, **how)
+    os.close(tells)
     server = Server(process, top / "notebooks")
-    reader = threading.Thread(target=server.read_log, daemon=True)
+    reader = threading.Thread(target=server.read_log, args=(reads,), daemon=True)
     reader.start()
     try:
         server.ready.wait(DEADLINE)
         if not server.address:
             pytest.fail("JupyterLab did not start:\n" + "".join(server.log[-30:]))
+        # It writes its address before it listens.
+        wait_until(server.listens, "JupyterLab listens")
         yield server
         server.end_kernels()
     finally:
@@ -168,7 +174,7 @@ class Lab:
 
     page: Page
     server: Server
-    pictures: Path
+    pictures: Path | None
     console_errors: list[str] = field(default_factory=list)
 
     @property
@@ -204,7 +210,7 @@ class Lab:
             # Without the saved layout, which would open the notebook as well, some time later.
             self.page.goto(f"{self.server.address}/lab/tree/{name}?token={TOKEN}&reset")
             self.wait_idle()
-            self.page.wait_for_function(f"() => {OUTPUTS}.length > 0 && !{OUTPUTS}.includes('Loading widget...')")
+            self.wait_for(f"() => {OUTPUTS}.length > 0 && !{OUTPUTS}.includes('Loading widget...')")
             if not any("model not found" in text for text in self.page.evaluate(f"() => {OUTPUTS}")):
                 return
 
@@ -217,12 +223,12 @@ class Lab:
         name = self.notebook_path().name
         self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
         self.command("docmanager:open", path=name)
-        self.page.wait_for_function("() => window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 0")
+        self.wait_for("() => window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 0")
         self.wait_idle()
 
     def wait_idle(self) -> None:
         """Wait until the kernel has nothing to do."""
-        self.page.wait_for_function(f"() => {SESSION}?.kernelDisplayStatus === 'idle'")
+        self.wait_for(f"() => {SESSION}?.kernelDisplayStatus === 'idle'")
 
     def wait_busy(self) -> None:
         """Wait until the kernel is executing something."""
@@ -262,22 +268,24 @@ class Lab:
             self.command("apputils:change-theme", theme=name)
             self.page.wait_for_selector(f"body[data-jp-theme-light='{light}']", state="attached")
 
-    def screenshot(self, name: str, of: Locator | None = None) -> Path:
-        """Keep a picture of the page, or of one element, as ``name``.png.
+    def wait_for(self, condition: str, argument: Any = None) -> None:
+        """Wait until this function of JavaScript returns true. At each frame it would be called a hundred times."""
+        self.page.wait_for_function(condition, arg=argument, polling=50)
 
-        The pictures are in the folder that GRAFTLAB_SCREENSHOTS names, or among pytest's temporary files.
-        """
-        path = self.pictures / f"{name}.png"
-        (of or self.page).screenshot(path=path)
-        return path
+    def screenshot(self, name: str, of: Locator | None = None) -> None:
+        """Keep a picture of the page, or of one element, where pictures are asked for."""
+        keep_picture(of or self.page, self.pictures, name)
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if folder := os.environ.get("GRAFTLAB_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return Path(folder)
-    return tmp_path_factory.mktemp("screenshots")
+def pictures() -> Path | None:
+    """The folder for pictures to look at, which GRAFTLAB_SCREENSHOTS names: each takes a third of a second."""
+    return Path(folder) if (folder := os.environ.get("GRAFTLAB_SCREENSHOTS")) else None
+
+
+def keep_picture(of: Page | Locator, folder: Path | None, name: str) -> None:
+    if folder is not None:
+        of.screenshot(path=folder / f"{name}.png")
 
 
 @pytest.fixture(scope="session")
@@ -286,14 +294,14 @@ def lab_page(browser: Browser, lab_server: Server) -> Iterator[Page]:
     page = context.new_page()
     page.set_default_timeout(DEADLINE * 1000)
     page.goto(f"{lab_server.address}/lab?token={TOKEN}&reset")
-    page.wait_for_function("() => window.jupyterapp?.commands.hasCommand('docmanager:open')")
+    page.wait_for_function("() => window.jupyterapp?.commands.hasCommand('docmanager:open')", polling=50)
     page.evaluate("() => Promise.all([window.jupyterapp.restored, window.jupyterapp.allPluginsActivated])")
     yield page
     context.close()
 
 
 @pytest.fixture
-def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
+def lab(lab_page: Page, lab_server: Server, pictures: Path | None) -> Iterator[Lab]:
     """JupyterLab with nothing open; what the test opens is closed after it."""
     lab = Lab(lab_page, lab_server, pictures)
 
@@ -307,12 +315,30 @@ def lab(lab_page: Page, lab_server: Server, pictures: Path) -> Iterator[Lab]:
     lab.close()
 
 
+@pytest.fixture(scope="session")
+def _shared_page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture
+def empty_page(_shared_page: Page) -> Page:
+    """A new document, with nothing of the test before, in a page that is shared: a new page takes half a second."""
+    _shared_page.emulate_media(color_scheme="light")
+    _shared_page.goto("about:blank")
+    _shared_page.mouse.move(0, 0)
+    return _shared_page
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Keep a picture of the page on which a test has failed, and say where it is."""
     report = yield
     lab = getattr(item, "funcargs", {}).get("lab")
     if report.when == "call" and report.failed and lab is not None:
-        path = lab.screenshot("failed_" + re.sub(r"\W+", "_", item.name))
+        folder = lab.pictures or Path(tempfile.mkdtemp(prefix="gl-pictures-"))
+        path = folder / ("failed_" + re.sub(r"\W+", "_", item.name) + ".png")
+        lab.page.screenshot(path=path)
         report.sections.append(("the page", f"{path}\nerrors in its console: {lab.console_errors}"))
     return report

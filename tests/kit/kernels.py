@@ -105,7 +105,7 @@ class WarmProvisioner(LocalProvisioner):
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         cwd = kwargs.get("cwd")
-        env = dict(kwargs["env"])
+        env = {"JPY_PARENT_PID": str(os.getpid()), **kwargs["env"]}  # as jupyter_client gives it
         how = {"cwd": cwd, "start_new_session": True, "imports": env.pop(IMPORTS, "").split()}
         how["forkserver"] = not env.pop(COLD, "")
         how["children"] = bool(env.pop(CHILDREN, ""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +16,9 @@ from graftlab.rows.schema import Row
 from graftlab.verdict.conclusion import conclude_from
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
+pytest_plugins = ["kit.browser"]
 pytestmark = pytest.mark.browser
 
 # Every text that is drawn, with the place of its left and its right end on the canvas.
@@ -44,10 +44,9 @@ def row(order: int, name: str, rel_l2: float, **more: Any) -> Row:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 700, "height": 900})
-    yield context.new_page()
-    context.close()
+def page(empty_page: Page) -> Page:
+    empty_page.set_viewport_size({"width": 700, "height": 900})
+    return empty_page
 
 
 def mount(page: Page, *rows: Row, style: str = "", given: str = "", **changes: Any) -> list[tuple[str, float, float]]:

@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from graftlab.plots import themes
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
+pytest_plugins = ["kit.browser"]
 pytestmark = pytest.mark.browser
 
 PAGE = "<html {}><body {}>{}</body></html>"
@@ -45,18 +46,14 @@ def picture() -> str:
 
 @pytest.mark.parametrize("system", ["light", "dark"])
 def test_each_front_end_shows_the_picture_of_its_theme(
-    browser: Browser, picture: str, system: Literal["light", "dark"]
+    empty_page: Page, picture: str, system: Literal["light", "dark"]
 ) -> None:
-    context = browser.new_context(color_scheme=system)
-    try:
-        page = context.new_page()
-        for name, html, body, theme in PAGES:
-            page.set_content(PAGE.format(html, body, themes.STYLE + picture))
-            seen = {each: page.locator(f".graftlab-on-{each}").is_visible() for each in ("light", "dark")}
-            shown = theme or system
-            assert seen == {"light": shown == "light", "dark": shown == "dark"}, name
-    finally:
-        context.close()
+    empty_page.emulate_media(color_scheme=system)
+    for name, html, body, theme in PAGES:
+        empty_page.set_content(PAGE.format(html, body, themes.STYLE + picture))
+        seen = {each: empty_page.locator(f".graftlab-on-{each}").is_visible() for each in ("light", "dark")}
+        shown = theme or system
+        assert seen == {"light": shown == "light", "dark": shown == "dark"}, name
 
 
 def test_a_page_without_styles_and_scripts_shows_one_picture_with_its_description(

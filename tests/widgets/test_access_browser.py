@@ -190,7 +190,7 @@ def looked_at(lab: Lab) -> None:
     page = lab.page
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         lab.use_theme(theme)
-        page.wait_for_function(INK_IS_THE_THEMES)
+        lab.wait_for(INK_IS_THE_THEMES)
         for width, height in ((1280, 800), (1000, 700)):
             page.set_viewport_size({"width": width, "height": height})
             page.locator(".graftlab-verdict").first.scroll_into_view_if_needed()

@@ -106,12 +106,12 @@ class Screen:
         else:
             lines = "[...document.querySelectorAll('.graftlab-editor .cm-line')].map(line => line.textContent)"
             # Not with to_have_text, which takes any white space for any other.
-            self.lab.page.wait_for_function(f"text => {lines}.join('\\n') === text", arg=text)
+            self.lab.wait_for(f"text => {lines}.join('\\n') === text", text)
 
     def saw(self, *events: list[str | int]) -> None:
         """Wait until the callbacks in the kernel have noted exactly these events."""
         noted = "document.getElementById('events')?.textContent"
-        self.lab.page.wait_for_function(f"events => {noted} === events", arg=json.dumps(events))
+        self.lab.wait_for(f"events => {noted} === events", json.dumps(events))
 
 
 @pytest.fixture(autouse=True)
@@ -304,10 +304,10 @@ def test_tab_indents_and_escape_then_tab_leaves(screen: Screen) -> None:
 def test_ctrl_s_in_the_editor_saves_the_notebook(screen: Screen) -> None:
     screen.open()
     unsaved = "window.jupyterapp.shell.currentWidget.context.model.dirty"
-    screen.lab.page.wait_for_function(f"() => {unsaved}")
+    screen.lab.wait_for(f"() => {unsaved}")
     screen.typing.click()
     screen.press("Control+s")
-    screen.lab.page.wait_for_function(f"() => !{unsaved}")
+    screen.lab.wait_for(f"() => !{unsaved}")
 
 
 def test_the_callers_names_are_completed(screen: Screen) -> None:
@@ -377,13 +377,13 @@ def test_the_editor_follows_the_theme_unless_dark_is_set(screen: Screen) -> None
     frame = screen.lab.page.locator(".graftlab-editor")
 
     def wait_for_background(dark: bool) -> None:
-        screen.lab.page.wait_for_function(
+        screen.lab.wait_for(
             """dark => {
                 const { backgroundColor } = getComputedStyle(document.querySelector(".graftlab-editor .cm-editor"));
                 const red = Number(backgroundColor.match(/\\d+/)[0]);
                 return dark ? red < 60 : red > 200;
             }""",
-            arg=dark,
+            dark,
         )
 
     screen.lab.run_cell(1)

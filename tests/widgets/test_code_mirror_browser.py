@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +14,7 @@ from graftlab.widgets.code_mirror import BUNDLE
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
+pytest_plugins = ["kit.browser"]
 pytestmark = pytest.mark.browser
 
 # A model with the traits of the widget. What the script sends is kept, and set() is a change by the kernel.
@@ -72,12 +72,15 @@ class Editor:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def bundle() -> None:
     if not BUNDLE.is_file():
         pytest.skip("CodeMirror was not built")
-    context = browser.new_context(viewport={"width": 500, "height": 600})
-    yield context.new_page()
-    context.close()
+
+
+@pytest.fixture
+def page(bundle: None, empty_page: Page) -> Page:
+    empty_page.set_viewport_size({"width": 500, "height": 600})
+    return empty_page
 
 
 def test_what_was_typed_is_sent_where_the_view_is_removed(page: Page) -> None:
@@ -126,14 +129,19 @@ def test_a_filter_is_offered_names_of_tags_and_no_builtin_functions(
     assert ("print" in offered) == is_offered
 
 
-def test_names_are_offered_for_a_word_or_when_asked_for(page: Page) -> None:
-    # Completion waits for a pause, which is over where the page's clock says so.
-    page.clock.install()
-    editor = Editor(page, "", language="filter", completions=["layer"])
-    for typed, is_offered in (("l", True), ("Escape", False), (" ", False), ("<", False), ("Control+Space", True)):
-        editor.typing.press(typed)
-        page.clock.run_for(1000)
-        assert page.locator(".cm-tooltip-autocomplete li").count() == is_offered, typed
+def test_names_are_offered_for_a_word_or_when_asked_for(bundle: None, browser: Browser) -> None:
+    # Completion waits for a pause, which is over where the page's clock says so. The clock stays in its context.
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.clock.install()
+        editor = Editor(page, "", language="filter", completions=["layer"])
+        for typed, is_offered in (("l", True), ("Escape", False), (" ", False), ("<", False), ("Control+Space", True)):
+            editor.typing.press(typed)
+            page.clock.run_for(1000)
+            assert page.locator(".cm-tooltip-autocomplete li").count() == is_offered, typed
+    finally:
+        context.close()
 
 
 def test_a_filter_is_wrapped_rather_than_scrolled(page: Page) -> None:

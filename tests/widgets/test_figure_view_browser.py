@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
 
-from kit import notebooks
 from playwright.sync_api import Locator, expect
 
 from graftlab.widgets.panel import _WATCH_SCRIPT
 
 if TYPE_CHECKING:
     from kit.browser import Lab
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Page
 
 pytest_plugins = ["kit.browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -61,15 +61,10 @@ def at(canvas: Locator, tap: int) -> dict[str, float]:
     return {"x": 62 + (tap + 0.5) / OF * (box["width"] - 72), "y": 90}
 
 
-def test_a_live_widget_hides_its_picture_outside_jupyterlab_too(browser: Browser) -> None:
-    context = browser.new_context()
-    try:
-        page = context.new_page()
-        page.set_content("<div class='widget'></div>")
-        page.evaluate(ELSEWHERE, _WATCH_SCRIPT)
-        expect(page.locator("#snapshot")).to_be_hidden()
-    finally:
-        context.close()
+def test_a_live_widget_hides_its_picture_outside_jupyterlab_too(empty_page: Page) -> None:
+    empty_page.set_content("<div class='widget'></div>")
+    empty_page.evaluate(ELSEWHERE, _WATCH_SCRIPT)
+    expect(empty_page.locator("#snapshot")).to_be_hidden()
 
 
 def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_file(lab: Lab) -> None:
@@ -117,9 +112,9 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
 
     # The file has both pictures, for where the widgets are unknown.
     lab.command("docmanager:save")
-    cells = notebooks.read(lab.notebook_path()).cells
+    cells = json.loads(lab.notebook_path().read_text(encoding="utf-8"))["cells"]
     for cell in (cells[3], cells[5]):
-        kinds = [set(output.data) for output in cell.outputs if output.output_type == "display_data"]
+        kinds = [set(output["data"]) for output in cell["outputs"] if output["output_type"] == "display_data"]
         assert any({"image/png", "text/html"} <= each for each in kinds), kinds
         assert any("application/vnd.jupyter.widget-view+json" in each for each in kinds), kinds
     assert [message for message in lab.console_errors if "graftlab" in message] == []

@@ -54,10 +54,10 @@ def opens(lab: Lab, link: Locator) -> None:
     link.click()
     front = "window.jupyterapp.shell.currentWidget?.context?.path"
     asked = lab.page.locator(".jp-Dialog button.jp-mod-accept")
-    lab.page.wait_for_function(f"() => {front} === 'gem.py' || document.querySelector('.jp-Dialog')")
+    lab.wait_for(f"() => {front} === 'gem.py' || document.querySelector('.jp-Dialog')")
     if asked.count():
         asked.click()
-    lab.page.wait_for_function(f"() => {front} === 'gem.py'")
+    lab.wait_for(f"() => {front} === 'gem.py'")
     lab.command("application:close")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from graftlab.widgets import match_editor
 
 if TYPE_CHECKING:
     from kit.browser import Lab
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytest_plugins = ["kit.browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -93,10 +92,9 @@ def test_pairs_are_folded_by_layer_chosen_by_keys_rejected_and_applied(lab: Lab)
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 900, "height": 700})
-    yield context.new_page()
-    context.close()
+def page(empty_page: Page) -> Page:
+    empty_page.set_viewport_size({"width": 900, "height": 700})
+    return empty_page
 
 
 def link(baseline: str, target: str, sureness: str, count: int = 1, **more: Any) -> dict[str, Any]:
