@@ -191,7 +191,7 @@ def poison(runner: GraphRunner) -> None:
     ],
     ids=["one at a time", "large batches", "little cache", "prompts in pieces"],
 )
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.soak)])
 @on_devices
 def test_many_requests_get_the_eager_engines_tokens(
     limits: dict[str, int], window: int | None, kind: str, count: int, device: str

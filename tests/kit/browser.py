@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import pytest
 
 from kit import notebooks, warm
 from kit.deadline import DEADLINE
+from kit.support import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
@@ -83,6 +85,11 @@ class Server:
                 self.address = found[1]
                 self.ready.set()
         self.ready.set()  # it has ended
+
+    def listens(self) -> bool:
+        port = int(self.address.rpartition(":")[2])
+        with socket.socket() as tries:
+            return tries.connect_ex(("127.0.0.1", port)) == 0
 
     def request(self, method: str, path: str, /, **body: str) -> Any:
         asked = urllib.request.Request(
@@ -146,6 +153,8 @@ def lab_server() -> Iterator[Server]:
         server.ready.wait(DEADLINE)
         if not server.address:
             pytest.fail("JupyterLab did not start:\n" + "".join(server.log[-30:]))
+        # It writes its address before it listens.
+        wait_until(server.listens, "JupyterLab listens")
         yield server
         server.end_kernels()
     finally:

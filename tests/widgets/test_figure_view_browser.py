@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("pytest_playwright", reason="pytest-playwright is not installed")
 
-from kit import notebooks
 from playwright.sync_api import Locator, expect
 
 from graftlab.widgets.panel import _WATCH_SCRIPT
@@ -112,9 +112,9 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
 
     # The file has both pictures, for where the widgets are unknown.
     lab.command("docmanager:save")
-    cells = notebooks.read(lab.notebook_path()).cells
+    cells = json.loads(lab.notebook_path().read_text(encoding="utf-8"))["cells"]
     for cell in (cells[3], cells[5]):
-        kinds = [set(output.data) for output in cell.outputs if output.output_type == "display_data"]
+        kinds = [set(output["data"]) for output in cell["outputs"] if output["output_type"] == "display_data"]
         assert any({"image/png", "text/html"} <= each for each in kinds), kinds
         assert any("application/vnd.jupyter.widget-view+json" in each for each in kinds), kinds
     assert [message for message in lab.console_errors if "graftlab" in message] == []

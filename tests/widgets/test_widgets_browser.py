@@ -37,7 +37,7 @@ def loop(flag):
         for layer in range(4):
             gl.tap("hidden", torch.arange(64.0).view(8, 8) + (off if layer == 1 else 0.0), layer=layer)
         gl.tap("logits", torch.ones(16) + off)
-        time.sleep(0.02)  # the pace of a model
+        time.sleep(0.1)  # the pace of a model
         gl.step()
 """
 START = """
@@ -215,7 +215,7 @@ def test_the_dashboard_follows_a_run(screen: Screen) -> None:
     # The conclusion names a step, and a newer one soon.
     seen = int(re.findall(r"steps? (\d+)", verdict.inner_text())[0])
     screen.lab.wait_for(
-        "seen => Number(/steps? (\\d+)/.exec(document.querySelector('.graftlab-verdict').textContent)[1]) > seen + 20",
+        "seen => Number(/steps? (\\d+)/.exec(document.querySelector('.graftlab-verdict').textContent)[1]) > seen + 5",
         seen,
     )
     names = board.locator(".gle tbody tr[data-tap] td:nth-child(2)")
