@@ -142,7 +142,7 @@ def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@examples(150)
+@examples(60)
 @given(st.sampled_from(["rows.jsonl", "rows.crc32", "session.json"]), st.booleans(), st.data())
 def test_any_damage_of_a_run_folder_is_a_session_error_or_rows(
     whole_folder: dict[str, bytes],

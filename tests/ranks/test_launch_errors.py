@@ -19,6 +19,7 @@ from kit.processes import family, still_there, watch
 
 import graftlab as gl
 from graftlab.control.run_folder import HOME_VARIABLE
+from graftlab.ranks import forkserver as starter
 
 pytestmark = pytest.mark.ranks
 
@@ -28,8 +29,9 @@ def refusal(*args: Any, **kwargs: Any) -> str:
     before = family(os.getpid())
     with pytest.raises(gl.LaunchError) as caught:
         gl.launch(*args, **kwargs)
-    # A refusal does not wait for the thread that starts the forkserver.
-    forkserver.ensure_running()
+    # A refusal does not wait for the thread that starts the forkserver. One that multiprocessing starts by itself would
+    # have imported nothing, for all later tests too.
+    starter.on_starter(starter.prepare).result()
     # These two stay for the next launch.
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     assert still_there(watch(family(os.getpid()) - before - helpers)) == []
@@ -189,15 +191,26 @@ def test_ranks_that_are_not_ready_in_time_are_named_and_ended(tmp_path: Path, mo
     assert "The log of baseline[0]" in said
 
 
+KILLS_ITS_FORKSERVER = """
+import os
+from multiprocessing import forkserver
+import graftlab as gl
+from kit.processes import still_there, watch
+with gl.launch(1, 1) as session:
+    assert session.run("1").baseline == [1]
+pid = forkserver._forkserver._forkserver_pid
+ended = watch([pid])
+os.kill(pid, 9)
+assert still_there(ended) == []
+with gl.launch(1, 1) as session:
+    print(session.run("2").baseline, forkserver._forkserver._forkserver_pid != pid)
+"""
+
+
 def test_a_forkserver_that_was_killed_is_replaced() -> None:
-    with gl.launch(1, 1) as session:
-        assert session.run("1").baseline == [1]
-    pid = forkserver._forkserver._forkserver_pid
-    ended = watch([pid])
-    os.kill(pid, 9)
-    assert still_there(ended) == []
-    with gl.launch(1, 1) as session:
-        assert session.run("2").baseline == [2]
+    # Twice, so that the second one need not import torch either.
+    done = warm.run("-c", KILLS_ITS_FORKSERVER, forkserver=True, prepare="kit.spare.prepare")
+    assert (done.returncode, done.stdout) == (0, "[2] True\n"), done.stderr
 
 
 def test_ranks_start_after_a_notebook_was_reset(monkeypatch: pytest.MonkeyPatch) -> None:

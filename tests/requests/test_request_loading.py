@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import warm
 from kit.limits import limited
 
 import graftlab as gl
@@ -208,6 +209,10 @@ def test_only_torchs_own_names_are_dtypes() -> None:
     assert isinstance(PickleReader().read(b"celsewhere\nfloat32\n."), Opaque)
 
 
+def cold(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("module", ["graftlab.requests.served", "graftlab.engine.request"])
 @pytest.mark.parametrize("before", ["", "import graftlab.engine"])
@@ -224,7 +229,8 @@ from graftlab.requests import load_dump
 found = load_dump(sys.argv[1])["requests"]
 print([(type(each.request).__module__, type(each.request).__name__) for each in found], found[0].request)
 """
-    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "r.pkl"], capture_output=True, text=True, timeout=60)
+    # Without torch, unless the engine imports it anyway.
+    ran = (warm.run if before else cold)("-c", code, tmp_path / "r.pkl")
     assert ran.returncode == 0, ran.stderr
     kinds = [("graftlab.requests.served", "Request"), ("graftlab.requests.records", "Opaque")]
     assert ran.stdout == f"{kinds} {Request('r', (1, 2))}\n"

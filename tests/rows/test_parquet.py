@@ -130,7 +130,7 @@ def odd_rows() -> list[Row]:
 @given(some_rows, st.integers(0, 12))
 @example(odd_rows(), 4)
 @example([row(order) for order in (1, 2, 3, 4)], 2)
-@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_read_from_log_and_files_equal_those_written(
     tmp_path_factory: pytest.TempPathFactory, made: list[Row], in_log: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_rows_read_from_log_and_files_equal_those_written(
 
 @pytest.mark.usefixtures("small")
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=6), st.integers(0, 90), st.integers(0, 40))
-@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_frames_and_slices_of_rows_are_right_while_rows_move(
     tmp_path_factory: pytest.TempPathFactory, batches: list[tuple[int, bool]], start: int, length: int
 ) -> None:
@@ -185,7 +185,7 @@ def test_readers_see_whole_batches_while_rows_arrive_and_move(tmp_path: Path, mo
     monkeypatch.setattr(moving, "SOME", 1)
     monkeypatch.setattr(moving, "DECODED_AT_ONCE", 1)
     made = RowStore(tmp_path)
-    total, batch = 1_500, 30
+    total, batch = 900, 30
     faults: list[BaseException] = []
 
     def read() -> None:

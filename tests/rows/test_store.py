@@ -238,7 +238,7 @@ def frames_are_the_same(rows: list[Row], batches: list[tuple[int, str]], piece: 
 
 @pytest.mark.slow
 @given(some_rows, asked_when, st.integers(64, 4096))
-@examples(20)
+@examples(10)
 def test_a_frame_does_not_depend_on_how_rows_arrived_or_when_it_was_made(
     rows: list[Row], batches: list[tuple[int, str]], piece: int
 ) -> None:

@@ -113,7 +113,7 @@ def _floor_of(row: Row) -> float:
     return 0.0 if row.dtype == "int64" and row.cast is None else FLOOR
 
 
-@examples(60)
+@examples(30)
 @given(rows=runs())
 def test_history_has_each_taps_worst_value_and_the_first_step_above_the_floor(rows: list[Row]) -> None:
     frame = to_frame(rows)

@@ -402,20 +402,19 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
-def test_a_forged_message_changes_neither_the_plan_nor_the_conclusion(
-    session: gl.Session, board: BoardScreen, content: Any
-) -> None:
+def test_a_forged_message_changes_neither_the_plan_nor_the_conclusion(session: gl.Session, board: BoardScreen) -> None:
     session.run(three_taps, three_taps)
     board.panel.refresh()
     before, headline = session.plan, board.view["headline"]
-    board.browser.send(board.find("tap-view").comm.comm_id, content)
-    board.browser.kernel_works()
-    board.panel.refresh()
-    assert session.plan == before
-    assert board.view["headline"] == headline
-    assert board.panel.status == "bad"
-    assert len(board.panel.message) < 2000
+    for name, content in FORGED.items():
+        board.panel.say("not yet sent")
+        board.browser.send(board.find("tap-view").comm.comm_id, content)
+        board.browser.kernel_works()
+        board.panel.refresh()
+        assert session.plan == before, name
+        assert board.view["headline"] == headline, name
+        assert board.panel.status == "bad", name
+        assert len(board.panel.message) < 2000, name
 
 
 def test_taps_that_a_page_has_renamed_are_not_taken_for_others(session: gl.Session, board: BoardScreen) -> None:
