@@ -157,7 +157,6 @@ def test_several_guesses_that_are_left_out_are_counted(session: gl.Session, simu
 
 def test_a_link_has_its_worst_difference_its_layout_and_each_note_once(session: gl.Session, simulated: Browser) -> None:
     part, turned = parse_layout("a b -> (a b)"), parse_layout(LAYOUT)
-    notes = ("", "at one layer", "at one layer")
     pairs = (
         Pair("qkv", "q", part, whole="baseline", note="first"),
         *(
