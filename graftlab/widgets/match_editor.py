@@ -93,7 +93,7 @@ class MatchEditor(Panel):
             found: dict[str, dict[str, Any]] = {}
             for link, group in zip(links, groups, strict=True):
                 names = [pair.baseline if side == "baseline" else pair.target for pair in group]
-                found.setdefault(link[side], {"label": link[side], "count": len(set(names)), "names": names, "why": ""})
+                found.setdefault(link[side], {"label": link[side], "count": len(names), "names": names, "why": ""})
             found.update(left[side])
             taps[side] = _in_order(found.values(), proposal.order.get(side, ()))
         return {

@@ -33,6 +33,10 @@ def test_arguments_are_a_tuple_and_a_dict_of_their_own() -> None:
     given["more"] = 2
     assert (args, kwargs) == ((3,), {"more": 1})
     assert arguments("run", (), None) == ((), {})
+    with pytest.raises(
+        SessionError, match=r"run: args= must be a tuple .*, not str; for a single one write args=\(x,\)"
+    ):
+        arguments("run", "x", None)
     for wrong in ([], ["more"], {1: 2}):
         with pytest.raises(SessionError, match="run: kwargs= must be a dict of all arguments by name"):
             arguments("run", (), wrong)
@@ -60,6 +64,9 @@ def test_an_expression_of_both_sides_is_one_request_and_functions_are_two() -> N
     other = works.of_sides({"baseline": None, "target": "g()"}, (), {})
     assert list(other) == ["target"]
     assert other["target"] != made["target"]
+    number: Any = 5
+    with pytest.raises(SessionError, match="target= must be a function or an expression, not int"):
+        works.of("target", number, (), {})
     functions = works.of_sides({"baseline": Unhashable(), "target": Unhashable()}, (), {})
     assert functions["baseline"] is not functions["target"]
 

@@ -934,3 +934,65 @@ def test_a_sum_of_ranks_is_neither_larger_nor_smaller_than_its_parts() -> None:
 
     parts = [with_total(1.0), with_total(2.0)]
     assert [_is_sum(parts, with_total(total), 1e-6) for total in (3.0, 2.0, 4.0)] == [True, False, False]
+    # Nor has it the same numbers at other places.
+    for off in (-1.0, 1.0):
+        assert not _is_sum(parts, replace(with_total(3.0), projections=np.full(3, off)), 1e-6)
+
+
+def test_a_value_that_the_other_side_uses_elsewhere_leaves_the_blame_to_its_reader() -> None:
+    def computes(is_right: bool) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            chosen = x.cos() if is_right else x.sin()
+            scaled = chosen.exp()
+            return x.tanh() * scaled
+
+        return function
+
+    right, wrong = trace(computes(True), Q), trace(computes(False), Q)
+    assert sources(first_lost([right], [wrong], 0).target)[0].startswith("chosen = ")
+    for moved in (Q, Q.flip(0)):
+        known = trace(lambda x: x.sin(), moved)
+        there = replace(right, elsewhere=(known.fingerprints[known.result],))
+        assert sources(first_lost([there], [wrong], 0).target)[0] == "scaled = chosen.exp()"
+
+
+def test_an_operation_is_not_cleared_by_what_comes_beside_its_result() -> None:
+    def ordered(factor: float) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            scaled = x * factor
+            values, order = scaled.sort()
+            places = order.float()
+            return values.cumsum(-1) + places.cumsum(-1)
+
+        return function
+
+    # Numbers in another size have the same order.
+    found = compared(ordered(1.0), ordered(1.5), Q)
+    assert sources(found.target)[0] == "scaled = x * factor"
+
+
+def test_a_result_that_is_off_by_less_than_fingerprints_show_has_its_line() -> None:
+    def grown(factor: float) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            h = x.exp()
+            return h * factor
+
+        return function
+
+    found = compared(grown(2.0), grown(2.0 + 4e-6), Q)
+    assert sources(found.target) == ["return h * factor"]
+
+
+def test_a_result_that_is_a_summand_of_an_earlier_value_is_not_cleared() -> None:
+    def shard(rank: int) -> Callable[[Tensor], Tensor]:
+        own = WEIGHT.chunk(2)[rank]
+
+        def partial(x: Tensor) -> Tensor:
+            inner = F.linear(x, own).relu()
+            return inner @ own
+
+        return partial
+
+    whole = trace(lambda x: (F.linear(x, WEIGHT).relu() @ WEIGHT) * 3, Q)
+    found = first_lost([whole], [trace(shard(rank), Q) for rank in (0, 1)], 1)
+    assert sources(found.target) == ["return inner @ own"]

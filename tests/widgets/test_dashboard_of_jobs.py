@@ -166,6 +166,7 @@ def test_jobs_are_judged_by_their_own_steps(screen: Callable[..., Screen], judgi
     expression = seen.state(seen.find("verdict-expression"))
     assert (expression["placeholder"], expression["disabled"]) == ("the jobs' own steps", True)
     assert seen.find("stop").disabled
+    assert "graftlab-verdict-text" not in seen.panel.static_html()
     seen.click("judge")
     seen.settle()
     assert judging.asked == [(None, None)]
@@ -232,6 +233,7 @@ def test_closing_the_dashboard_stops_its_verdict(
     seen.click("judge")
     seen.browser.kernel_works()
     assert judging.began.wait(DEADLINE)
+    assert seen.shown("verdict-text") == "judging the jobs …"
     seen.panel.close()
     assert stopped.wait(DEADLINE)
 
@@ -268,6 +270,7 @@ def test_a_tap_that_is_grafted_is_added_to_the_filter_on_the_screen(screen: Call
     seen.panel._graft("name == 'hidden'")
     seen.settle()
     assert seen.state(seen.find("parts"))["selected_index"] == 1
+    assert seen.panel.filters.message.startswith("b2t is changed here but not published yet")
     assert seen.all("dashboard") == [seen.panel]
     assert 'role="status"' in seen.markup("verdict")
     assert seen.shown("verdict")

@@ -97,7 +97,8 @@ def test_layers_are_folded_in_execution_order_with_unmatched_taps_explained(edit
 
 
 def test_unfolded_every_tap_has_a_line(editing: Editing) -> None:
-    editing.act("fold", value=False)
+    editing.browser.send(editing.editor.view.comm.comm_id, {"what": "fold", "value": False})
+    editing.browser.kernel_works()
     state = editing.editor.view.state
     assert [label for label, _ in labels(state, "target")] == list(ORDER["target"])
     assert [label for label, _ in labels(state, "baseline")] == list(ORDER["baseline"])
@@ -158,8 +159,12 @@ def test_a_link_has_its_worst_difference_its_layout_and_each_note_once(session: 
     part, turned = parse_layout("a b -> (a b)"), parse_layout(LAYOUT)
     pairs = (
         Pair("qkv", "q", part, whole="baseline", note="first"),
-        *(Pair(f"h.{n}.x", f"b.{n}.x", turned, whole="target", rel=(5e-3, 1e-3)[n], note="each") for n in range(2)),
+        *(
+            Pair(f"h.{n}.x", f"b.{n}.x", turned, whole="target", rel=(5e-3, 1e-3)[n], note=("", "each")[n])
+            for n in range(2)
+        ),
         Pair("same", "equal", whole="target"),
+        *(Pair("shared", f"e.{n}") for n in range(2)),
     )
     left = {"one": "constant", "l.0.c": "lost", "l.1.c": "lost", "l.2.c": "other"}
     order = {"baseline": ("h.0.x", "h.1.x", "same", "qkv"), "target": ("equal",)}
@@ -170,7 +175,9 @@ def test_a_link_has_its_worst_difference_its_layout_and_each_note_once(session: 
         "qkv": [None, part.text, "first", 1],
         "h.{n}.x": [5e-3, f"{LAYOUT} of the target's", "each", 2],
         "same": [None, Pair("a", "b").layout.text, "", 1],
+        "shared": [None, Pair("a", "b").layout.text, "", 1],
     }
+    assert {"label": "shared", "count": 1, "why": ""} in state["baseline"]
     assert state["baseline"][:3] == [
         {"label": "h.{n}.x", "count": 2, "why": ""},
         {"label": "same", "count": 1, "why": ""},
