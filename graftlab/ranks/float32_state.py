@@ -17,8 +17,8 @@ _MOST_VERSIONS = 4
 
 @dataclass(frozen=True)
 class KnownState:
-    """What is known of a call's state, by path: the tensors of its models that no call has changed, and those whose
-    values in float32 are known.
+    """What is known of a call's state, by path: the tensors that are as before any call, and those whose values in
+    float32 are known.
     """
 
     unchanged: frozenset[str] = frozenset()
@@ -41,11 +41,19 @@ class Float32State:
         self._known: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def see(self, model: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Count a call, and remember the state with which this model is first called."""
+        """Count a call, and remember the state with which this model is first called.
+
+        That of arguments may be given in the first call of all, before which nothing was rounded.
+        """
         self._calls += 1
         if model not in self._models and _size(tensors) <= _MOST:
             self._first |= {(model, path): _bits(tensor) for path, tensor in tensors.items()}
         self._models.add(model)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call was counted."""
+        return self._calls > 0
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Note the floating-point state that a call in float32 has left."""

@@ -94,6 +94,8 @@ def test_a_later_call_in_float32_reads_what_the_earlier_one_has_left() -> None:
     for number in (1, 2):
         held = HeldCall(call, {}, {"cache": cache, "weight": weight}, WatchChoice(), name="Net", float32=state)
         known = held.known_state()
+        # The cache is empty before the first call, and the weight is never written.
+        assert known.unchanged == ({"cache", "weight"} if number == 1 else {"weight"})
         assert known.in_float32 == (frozenset() if number == 1 else {"cache", "weight"})
         assert held.widen({}, {}, kept={"cache"}) is None
         expected = number * weight.float() ** 2
@@ -102,3 +104,14 @@ def test_a_later_call_in_float32_reads_what_the_earlier_one_has_left() -> None:
         call()
         held.confirm_state()
     assert not torch.equal(cache.float(), expected)
+
+
+def test_an_empty_cache_that_a_script_makes_anew_for_each_call_is_as_before_any() -> None:
+    state = Float32State()
+    for value, same in ((0.0, True), (0.0, True), (1.0, False)):
+        cache = torch.full((4,), value).bfloat16()
+        held = HeldCall(cache.clone, {}, {"cache": cache}, WatchChoice(), name="Net", float32=state)
+        assert held.known_state().unchanged == ({"cache"} if same else set())
+    # A cache that appears later may have been written by an earlier call.
+    held = HeldCall(cache.clone, {}, {"late": cache}, WatchChoice(), name="Net", float32=state)
+    assert held.known_state().unchanged == frozenset()
