@@ -301,6 +301,8 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     """
     found, frame, cleared = verdict.findings, verdict.frame, _if_rounding(verdict.findings)
     if not rounding_may_hide_mistakes(verdict):
+        if frame["dtype"].isin(_NARROW).any() and answer_of(found, True, True) == "agree":
+            repeats.note_equal()
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
     if wide is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +25,10 @@ from graftlab.ranks.held_call import (
     call_dtypes,
     call_numbers,
     drop_backward,
+    known_state,
     left_in_16_bits,
     narrow_call,
+    note_equal_call,
     repeat_call,
     try_backward,
     widen_call,
@@ -95,12 +97,18 @@ class Repeats:
         )
         return judge(self.session, request)
 
+    def note_equal(self) -> None:
+        """Note that these calls are bit-equal, so that what they write is, too."""
+        self.session.run(note_equal_call, note_equal_call)
+
     def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
         """Judge these runs in float32; None if the numbers of both sides do not pair, or the calls round even then.
 
         Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
         by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
-        reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input.
+        reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input,
+        if earlier calls may have written it. It is read as they would have left it in float32, where both sides know
+        all of their state.
 
         Raises :class:`SessionError` if the calls cannot run in float32.
         """
@@ -109,6 +117,14 @@ class Repeats:
             return None
         partners = read.baseline * len(read.target) if len(read.baseline) == 1 else read.baseline
         unequal = [_unequal_numbers(*each, is_first) for each in zip(partners, read.target, strict=True)]
+        kept_of_baseline: Collection[str] = ()
+        kept_of_target: Collection[str] = ()
+        if None in unequal:
+            known = self.session.run(known_state, known_state)
+            kept_of_baseline, kept_of_target = _kept(read, known)
+            excused = [{*each.unchanged, *kept_of_target} for each in known.target]
+            each_side = zip(partners, read.target, excused, strict=True)
+            unequal = [_unequal_numbers(one, other, is_first, may) for one, other, may in each_side]
         numbers = [each for each in unequal if each is not None]
         has = self.session.run(call_dtypes, call_dtypes)
         baseline, target = has.baseline[0], has.target[0]
@@ -118,8 +134,11 @@ class Repeats:
         try:
             with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
                 ranks = len(self.session.ranks)
-                own = partial(widen_call, [{}] * len(read.baseline), ours, f"{folder}/baseline", ranks)
-                run = self.session.run(own, partial(widen_call, numbers, theirs, f"{folder}/target", ranks))
+                nothing: list[dict[str, Tensor]] = [{}] * len(read.baseline)
+                run = self.session.run(
+                    partial(widen_call, nothing, ours, f"{folder}/baseline", ranks, kept=kept_of_baseline),
+                    partial(widen_call, numbers, theirs, f"{folder}/target", ranks, kept=kept_of_target),
+                )
             failure = _failure(run)
             if failure is None:
                 return self.verdict(choice)
@@ -155,8 +174,27 @@ def _failure(run: Run) -> str | None:
     return next(failed, None)
 
 
-def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[str, Tensor] | None:
-    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner."""
+def _kept(read: Run, known: Run) -> tuple[frozenset[str], frozenset[str]]:
+    """The paths of each side's state that has no partner and is known in float32; nothing unless all of it is."""
+    if not all(isinstance(each, Mapping) for each in (*read.baseline, *read.target)):
+        return frozenset(), frozenset()
+    ours = {path for each in read.baseline for path in each}
+    theirs = {path for each in read.target for path in each}
+    kept: list[frozenset[str]] = []
+    for states, alone in ((known.baseline, ours - theirs), (known.target, theirs - ours)):
+        changed = {path for each in states for path in alone - each.unchanged}
+        if not all(changed <= each.in_float32 for each in states):
+            return frozenset(), frozenset()
+        kept.append(frozenset(changed))
+    return kept[0], kept[1]
+
+
+def _unequal_numbers(
+    baseline: object, target: object, may_lack: bool, excused: Collection[str] = ()
+) -> dict[str, Tensor] | None:
+    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner, unless
+    all may lack one, or it is ``excused``.
+    """
     if not isinstance(baseline, Mapping) or not isinstance(target, Mapping):
         # They are too large, or cannot be sent.
         return None
@@ -169,7 +207,7 @@ def _unequal_numbers(baseline: object, target: object, may_lack: bool) -> dict[s
             # The baseline reads it rounded likewise; see dtypes_to_round().
             if not _is_equal(partner := partner.to(value.dtype), value):
                 found[path] = partner
-        elif not (may_lack or any(_is_equal(each, value) for each in baseline.values())):
+        elif not (may_lack or path in excused or any(_is_equal(each, value) for each in baseline.values())):
             return None
     return found
 

@@ -36,6 +36,7 @@ from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
+from graftlab.ranks.float32_state import Float32State
 from graftlab.ranks.held_call import (
     HeldCall,
     ScriptEnd,
@@ -121,6 +122,9 @@ class HeldScript:
         self._updating: torch.optim.Optimizer | None = None
         self._is_held = False
         self._hooks: list[RemovableHandle] = []
+        self._float32 = Float32State()
+        # The call that was held, until the script has made it.
+        self._held: HeldCall | None = None
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take over this call, the first one of a model in this process, and all later ones. Returns its result."""
@@ -171,17 +175,17 @@ class HeldScript:
             return
         call = partial(module, *args, **kwargs)
         self._gradients.is_paused = True
-        self._rank.hold(
-            HeldCall(
-                call,
-                {"": module},
-                arguments_by_name(args, kwargs),
-                self._rank.choice,
-                name=name,
-                number=self._count,
-                others=self._others,
-            )
+        self._held = HeldCall(
+            call,
+            {"": module},
+            arguments_by_name(args, kwargs),
+            self._rank.choice,
+            name=name,
+            number=self._count,
+            others=self._others,
+            float32=self._float32,
         )
+        self._rank.hold(self._held)
         self._gradients.is_paused = False
 
     def _note_other(self, name: str) -> None:
@@ -198,6 +202,9 @@ class HeldScript:
             uncompared_calls(self._folder, self._side).touch()
 
     def _after(self, module: torch.nn.Module, result: Any) -> None:
+        if self._held is not None:
+            self._held.confirm_state()
+            self._held = None
         if not torch.is_grad_enabled():
             return
         self._gradients.add_weights(module)

@@ -339,7 +339,15 @@ class Swaps:
         kind = kind_of_group(output.group)
         tags = {"kind": kind} if kind else {}
         step, _ = output.place
-        pairs = [(record, self._runs.pair(name, rank, step, tags)[side]) for rank, record in enumerate(recorded)]
+        try:
+            pairs = [(record, self._runs.pair(name, rank, step, tags)[side]) for rank, record in enumerate(recorded)]
+        except SessionError as error:
+            if name in {*self._rows["name"]}:
+                raise
+            raise SessionError(
+                f"the baseline's last tap of this group, {name}, has no partner; name another tap that counts "
+                "(output=, or --output)"
+            ) from error
         return distance(pairs)
 
 

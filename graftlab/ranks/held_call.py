@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
+from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
 from graftlab.ranks.widening import TrialOfRanks, WideTensors
@@ -117,6 +118,7 @@ class HeldCall:
     These are the tensors of its result, and those that the call has written: buffers and attributes of modules, tensors
     and caches among the arguments. ``models`` are the tapped models, by the prefix of their taps' names; ``state`` has
     other objects that the call may change, by name. ``name`` names the model in sentences; by default it is the class.
+    ``float32`` is that of all calls of a script.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class HeldCall:
         name: str | None = None,
         number: int = 1,
         others: Mapping[str, int] | None = None,
+        float32: Float32State | None = None,
     ) -> None:
         self.is_released = False
         self._name = name
@@ -147,6 +150,11 @@ class HeldCall:
         # The dtypes of 16 bits that are left while operators compute in float64; None if they do not.
         self._in_float64: set[str] | None = None
         self._narrow_snapshot = self._snapshot
+        self._float32 = float32
+        if float32 is not None:
+            # A script may give the same empty cache to each call.
+            given = {} if float32.has_calls else self._state
+            float32.see(self._kind, _numbers_in({**self._models, **given}))
 
     def _taken(self) -> StateSnapshot:
         return StateSnapshot([*self._models.values(), *self._state.values()])
@@ -327,10 +335,25 @@ class HeldCall:
     def numbers(self) -> dict[str, torch.Tensor] | None:
         """The floating-point tensors that the call may read, by path, without weights; None if they are too large."""
         self._restore()
-        found = tensors_by_path({**self._models, **self._state})
-        # A part of a DTensor is a rank's own, and its whole a collective.
-        numbers = {path: t.detach() for path, t in found if t.is_floating_point() and own_part(t) is t}
+        numbers = _numbers_in({**self._models, **self._state})
         return numbers if sum(each.nbytes for each in numbers.values()) <= _MOST_NUMBERS else None
+
+    def known_state(self) -> KnownState:
+        """What is known of the state that the call may read."""
+        self._restore()
+        if self._float32 is None:
+            return KnownState()
+        return self._float32.known(self._kind, _numbers_in({**self._models, **self._state}))
+
+    def note_equal(self) -> None:
+        """Note that the call is bit-equal to the other side's."""
+        if self._float32 is not None:
+            self._float32.note_equal()
+
+    def confirm_state(self) -> None:
+        """Note that the script has now made this call, from the same state."""
+        if self._float32 is not None:
+            self._float32.confirm(_numbers_in({**self._models, **self._state}))
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the floating-point tensors that the call may read, by path, with its weights."""
@@ -351,17 +374,22 @@ class HeldCall:
         rounded: Mapping[str, torch.dtype],
         trial: TrialOfRanks | None = None,
         sharing: int = 1,
+        kept: Collection[str] = (),
     ) -> str | None:
         """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
         ``numbers`` has values that replace those that the call would read, by path. Those of ``rounded`` are rounded to
-        these dtypes, as the other side has them. With a ``trial``, all ranks of the side do the same, or none. The
+        these dtypes, as the other side has them. State of the paths ``kept`` is as earlier calls would have left it in
+        float32, see :class:`Float32State`. With a ``trial``, all ranks of the side do the same, or none. The
         memory is shared with ``sharing`` ranks.
         """
-        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext(), sharing)
+        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext(), sharing, kept)
         if trial is not None and (failed := trial.end(reason)) is not None and reason is None:
             self.narrow()
             return failed
+        if reason is None and self._float32 is not None:
+            # As the first repetition has left it; the next one restores it.
+            self._float32.note(_numbers_in({**self._models, **self._state}))
         return reason
 
     def _widened(
@@ -370,16 +398,21 @@ class HeldCall:
         rounded: Mapping[str, torch.dtype],
         within: contextlib.AbstractContextManager[object],
         sharing: int,
+        kept: Collection[str],
     ) -> str | None:
         self._restore()
         if self._is_sharded():
             return "FSDP2 shards the weights, and gathers them from memory of 16 bits"
         read = self._read()
         given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
+        if self._float32 is not None:
+            of_state = _numbers_in({**self._models, **self._state})
+            own = self._float32.values({path: each for path, each in of_state.items() if path in kept})
+            given |= {id(read[path]): value for path, value in own.items()}
         for path, dtype in rounded.items():
             if path in read:
-                own = read[path].detach() if path not in numbers else numbers[path]
-                given[id(read[path])] = own.to(dtype).to(read[path].dtype)
+                value = read[path].detach() if path not in numbers else numbers[path]
+                given[id(read[path])] = value.to(dtype).to(read[path].dtype)
         try:
             self._wide = WideTensors(read.values(), given, sharing)
         except SessionError as error:
@@ -505,6 +538,13 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+def _numbers_in(roots: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The floating-point tensors below these roots, by path, without weights."""
+    # A part of a DTensor is a rank's own, and its whole a collective.
+    found = tensors_by_path(roots)
+    return {path: t.detach() for path, t in found if t.is_floating_point() and own_part(t) is t}
 
 
 def _with_items(result: Any) -> Any:
@@ -661,16 +701,30 @@ def call_dtypes() -> dict[str, torch.dtype]:
     return held_call().dtypes()
 
 
+def known_state() -> KnownState:
+    """What is known of the state that the held call may read; see :meth:`HeldCall.known_state`."""
+    return held_call().known_state()
+
+
+def note_equal_call() -> None:
+    """Note that the held call is bit-equal to the other side's; see :meth:`HeldCall.note_equal`."""
+    held_call().note_equal()
+
+
 def widen_call(
-    numbers: Sequence[Mapping[str, torch.Tensor]], rounded: Mapping[str, torch.dtype], trial: str, ranks: int
+    numbers: Sequence[Mapping[str, torch.Tensor]],
+    rounded: Mapping[str, torch.dtype],
+    trial: str,
+    ranks: int,
+    kept: Collection[str] = (),
 ) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`. ``numbers`` has those of each rank of this side, and
     ``trial`` is the path of a file in which its ranks, if it has several, agree. ``ranks`` is the session's number.
     """
     me = here()
     if me is None or me.world_size == 1:
-        return held_call().widen(numbers[0], rounded, sharing=ranks)
-    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size), ranks)
+        return held_call().widen(numbers[0], rounded, sharing=ranks, kept=kept)
+    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size), ranks, kept)
 
 
 def widen_operators() -> str | None:

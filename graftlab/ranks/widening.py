@@ -43,12 +43,12 @@ class WideTensors:
         if not chosen:
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
-            # A write into one of two views must reach the other.
             known = type(each) in _PLAIN or _is_dtensor(each)
-            if not known or each.layout != torch.strided or each._base is not None:
-                raise SessionError("some tensors are sparse, views of others, or of a class that is not torch's")
+            if not known or each.layout != torch.strided:
+                raise SessionError("some tensors are sparse, or of a class that is not torch's")
         parts = [own_part(each) for each in chosen.values()]
         storages = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
+        # A write into one of two views must reach the other.
         if len(storages) < sum(1 for part in parts if part.numel()):
             raise SessionError("some tensors share their memory")
         _refuse_too_large(parts, sharing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.shipping import UnshippedValue
-from graftlab.comparison.repeats import Repeats, _unequal_numbers, dtypes_to_round
+from graftlab.comparison.repeats import Repeats, _kept, _unequal_numbers, dtypes_to_round
 from graftlab.ranks import widening
+from graftlab.ranks.float32_state import KnownState
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
@@ -114,7 +116,13 @@ def test_equal_calls_are_not_repeated_in_float32() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(
-    ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
+    ("ways", "code", "says"),
+    [
+        ("fused", 0, "4 calls of Model agree."),
+        ("fused wrong", 1, "1.01"),
+        ("fused paged", 0, "4 calls of Model agree."),
+        ("fused paged wrong", 1, "1.01"),
+    ],
 )
 def test_caches_that_differ_by_rounding_are_equal_in_float32(
     ways: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -201,6 +209,21 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     assert held.widen({"y": torch.full((2,), 1 + 2**-12)}, {"y": torch.bfloat16}) is None
     assert held()[""].tolist() == [2.0, 2.0]
     held.narrow()
+
+
+def test_state_without_a_partner_is_kept_only_if_both_sides_know_all_of_theirs() -> None:
+    def kept(ours: KnownState, *theirs: KnownState) -> tuple[set[str], set[str]]:
+        read = SimpleNamespace(baseline=[{"x": X, "cache": X}], target=[{"x": X, "pages": X, "table": X}] * len(theirs))
+        found = _kept(read, SimpleNamespace(baseline=[ours], target=[*theirs]))  # type: ignore[arg-type]
+        return {*found[0]}, {*found[1]}
+
+    ours, theirs = (
+        KnownState(frozenset(same), frozenset(wide)) for same, wide in (((), ("cache",)), (("table",), ("pages", "x")))
+    )
+    assert kept(ours, theirs) == ({"cache"}, {"pages"})
+    for lacking in ((KnownState(), theirs), (ours, KnownState(frozenset({"table"}))), (ours, theirs, KnownState())):
+        assert kept(*lacking) == (set(), set())
+    assert _unequal_numbers({"x": X}, {"pages": X + 1}, False, {"pages"}) == {}
 
 
 def test_what_one_side_has_in_float32_is_rounded_as_on_the_other() -> None:
@@ -292,10 +315,8 @@ def test_a_call_that_cannot_run_in_float32_reports_why_and_stays_unchanged() -> 
     assert "dtype" in str(held.widen({}, {}))
     assert held()[""].dtype == torch.bfloat16
     views = x.chunk(2)
-    assert (
-        HeldCall(lambda: x, {}, {"x": views}, WatchChoice()).widen({}, {})
-        == "some tensors are sparse, views of others, or of a class that is not torch's"
-    )
+    held = HeldCall(lambda: x, {}, {"x": views}, WatchChoice())
+    assert held.widen({}, {}) == "some tensors share their memory"
     assert HeldCall(lambda: X, {}, {"x": X}, WatchChoice()).widen({}, {}) == "no tensor of 16 bits was found"
 
 

@@ -67,6 +67,7 @@ class Runs:
         self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[wide])
+        self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
         self.unfit_taps = Mock(return_value=set())
         self.add_backward = Mock(return_value=None)
@@ -326,6 +327,22 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     assert said[0] == answer
     merged = "Weights of 0.q have no partner, as where the target has merged them with others."
     assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
+
+
+@pytest.mark.parametrize(
+    ("parts", "equal"),
+    [
+        ({"dtype": "bfloat16", "added": 0.0}, True),
+        ({"dtype": "bfloat16"}, False),
+        ({"dtype": "float32", "added": 0.0}, False),
+        ({"dtype": "bfloat16", "added": 0.0, "unexplained": ["It differs."]}, False),
+        ({"dtype": "bfloat16", "added": 0.0, "data": ["The weights differ."]}, False),
+    ],
+)
+def test_only_calls_of_16_bits_that_are_bit_equal_are_noted_as_such(parts: dict[str, Any], equal: bool) -> None:
+    runs = Runs(found(**parts))
+    runs.judge(held(), held())
+    assert runs.note_equal.called is equal
 
 
 def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:

@@ -148,3 +148,20 @@ def test_the_effect_of_a_group_does_not_show_at_its_own_later_calls() -> None:
     assert not can(["h.*"], exact=False)
     assert not can(["h.*"], rows=pd.concat([frame, frame]))
     assert can(["h.*"], rows=frame[:0])
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ("h.1.ba", "the baseline's last tap of this group, h.2.ba, has no partner; name another tap that counts"),
+        ("h.2.ba", "no pair of tensors is kept"),
+    ],
+)
+def test_an_output_whose_last_layer_has_no_partner_is_refused_in_words_of_taps(known: str, said: str) -> None:
+    def pair(*_: object) -> None:
+        raise SessionError("no pair of tensors is kept for 'h.2.ba'")
+
+    swaps: Any = object.__new__(Swaps)
+    swaps._selves, swaps._runs, swaps._rows = [SimpleNamespace(last={})], SimpleNamespace(pair=pair), rows(known)
+    with pytest.raises(SessionError, match=said):
+        swaps._distance("h.2.ba", OutputTap("h.1.ba", "h.*.ba", "float32", {}, (0, 0)), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -360,16 +360,23 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
     class Asked(HeldCall):
         def __init__(self) -> None: ...
 
-        def widen(self, numbers: Any, rounded: Any, trial: TrialOfRanks | None = None, sharing: int = 1) -> str | None:
-            asked.append((numbers, rounded, trial is not None, sharing))
+        def widen(
+            self,
+            numbers: Any,
+            rounded: Any,
+            trial: TrialOfRanks | None = None,
+            sharing: int = 1,
+            kept: Collection[str] = (),
+        ) -> str | None:
+            asked.append((numbers, rounded, trial is not None, sharing, kept))
             return None
 
     hold(Asked())
     first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
     for rank, size in ((0, 1), (1, 2)):
         monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
-        widen_call([first, second], {}, str(tmp_path / "trial"), 3)
-    assert asked == [(first, {}, False, 3), (second, {}, True, 3)]
+        widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"})
+    assert asked == [(first, {}, False, 3, {"cache"}), (second, {}, True, 3, {"cache"})]
 
 
 def test_arguments_are_named_by_place_or_keyword() -> None:

@@ -1,7 +1,8 @@
 """A prefill and three decoding steps in bfloat16, with a cache among the arguments.
 
 With ``fused`` the attention rounds in another order, so the caches of two scripts differ by rounding. With ``wrong``
-the query of a decoding step is scaled by less than one rounding. Under torchrun each rank has some of the heads.
+the query of a decoding step is scaled by less than one rounding. With ``paged`` the cache is one tensor that each call
+writes a part of. Under torchrun each rank has some of the heads.
 """
 
 import os
@@ -28,11 +29,18 @@ class Attention(nn.Module):
             each.weight, each.bias = (nn.Parameter(value.chunk(RANKS)[RANK]) for value in (each.weight, each.bias))
         self.out.weight = nn.Parameter(self.out.weight.chunk(RANKS, 1)[RANK])
 
-    def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: dict[str, torch.Tensor], pages: torch.Tensor | None, start: int
+    ) -> torch.Tensor:
         q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        if cache:
+        if pages is not None:
+            place = slice(start, start + x.shape[1])
+            pages[0, :, place], pages[1, :, place] = k[0], v[0]
+            k, v = pages[None, :, :, : place.stop].unbind(1)
+        elif cache:
             k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
-        cache.update(k=k.clone(), v=v.clone())
+        if pages is None:
+            cache.update(k=k.clone(), v=v.clone())
         if "wrong" in sys.argv and x.shape[1] == 1:
             q = q.float().mul(1.01).to(q.dtype)
         causal = x.shape[1] > 1
@@ -55,17 +63,24 @@ class Model(nn.Module):
         self.embedding, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
         self.layers = nn.ModuleList(Attention() for _ in range(2))
 
-    def forward(self, ids: torch.Tensor, caches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor,
+        caches: list[dict[str, torch.Tensor]],
+        pages: torch.Tensor | None = None,
+        start: int = 0,
+    ) -> torch.Tensor:
         x = self.embedding(ids)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = x + layer(x, cache)
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = x + layer(x, cache, None if pages is None else pages[number], start)
         return self.head(x)
 
 
 model, caches = Model().bfloat16().eval(), [{}, {}]
 with torch.no_grad():
-    model(torch.randint(0, 50, (1, 6)), caches)
-    for token in (3, 7, 11):
-        model(torch.tensor([[token]]), caches)
+    pages = torch.zeros(2, 2, 4 // RANKS, 16, 8, dtype=torch.bfloat16) if "paged" in sys.argv else None
+    model(torch.randint(0, 50, (1, 6)), caches, pages)
+    for place, token in enumerate((3, 7, 11), 6):
+        model(torch.tensor([[token]]), caches, pages, place)
 if RANKS > 1:
     dist.destroy_process_group()
