@@ -51,7 +51,7 @@ some_rows = st.lists(
 
 
 @pytest.mark.slow
-@examples(20)
+@examples(40)
 @given(some_rows)
 def test_a_frame_and_the_newest_rows_distinguish_the_same_taps(rows: list[Row]) -> None:
     """Of one occurrence in one step; ranks of one tap are one tap, and have a newest row each."""
@@ -142,7 +142,7 @@ def test_a_frame_made_by_hand_is_read_by_the_same_tags() -> None:
 
 
 @pytest.mark.slow
-@examples(20)
+@examples(40)
 @given(
     st.lists(
         st.tuples(
