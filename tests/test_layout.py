@@ -79,19 +79,7 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
     """Every node of a file that matters here, in any order."""
-    found: list[ast.AST] = []
-    rest: list[ast.AST] = [parsed(path)]
-    # As ast.walk does, in a third of the time.
-    while rest:
-        node = rest.pop()
-        if isinstance(node, _THAT_MATTER):
-            found.append(node)
-        for value in vars(node).values():
-            if isinstance(value, list):
-                rest += [each for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST):
-                rest.append(value)
-    return found
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, _THAT_MATTER)]
 
 
 _THAT_MATTER = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.ExceptHandler, ast.Call)

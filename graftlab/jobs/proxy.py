@@ -78,7 +78,8 @@ class Proxy:
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
         """Forward arrived frames, and end every connection; with ``when_done``, once this process closes its ends."""
-        if when_done:
+        # The thread ends with its last connection, and so not by itself if it never had one.
+        if when_done and self._pairs:
             self._thread.join(timeout)
         self._closing = True
         self._wake()

@@ -510,6 +510,11 @@ def test_a_job_that_is_done_sends_its_last_rows_however_late_they_come(place: Ma
     assert line.far.closed
 
 
+def test_a_job_that_never_had_a_connection_is_not_waited_for(place: MakePlace) -> None:
+    job = place(0)
+    in_background(lambda: job.proxy.close(when_done=True, timeout=10 * DEADLINE)).result(DEADLINE)
+
+
 def test_a_job_that_keeps_its_connection_is_waited_for_only_so_long(place: MakePlace) -> None:
     job = place(1)
     job.proxy.close(when_done=True, timeout=0.05)
