@@ -58,7 +58,7 @@ def compared(way: str, dtype: torch.dtype) -> tuple[str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
 def test_a_different_order_of_roundings_is_not_a_difference(dtype: torch.dtype) -> None:
     answer, text = compared("fused", dtype)
     assert answer == "agree"
@@ -82,7 +82,7 @@ def capped(net: nn.Module | None, cap: float | None, x: torch.Tensor) -> torch.T
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", ["", "fused"])
+@pytest.mark.parametrize("way", ["", pytest.param("fused", marks=pytest.mark.soak)])
 def test_a_mistake_after_the_last_tap_below_one_rounding_is_found_in_float32(way: str) -> None:
     nets = model("", torch.bfloat16), model(way, torch.bfloat16)
     comparison = gl.compare(partial(capped, nets[0], 30.0), partial(capped, nets[1], None), X.bfloat16())
@@ -118,10 +118,10 @@ def test_equal_calls_are_not_repeated_in_float32() -> None:
 @pytest.mark.parametrize(
     ("ways", "code", "says"),
     [
-        ("fused", 0, "4 calls of Model agree."),
+        pytest.param("fused", 0, "4 calls of Model agree.", marks=pytest.mark.soak),
         ("fused wrong", 1, "1.01"),
         ("fused paged", 0, "4 calls of Model agree."),
-        ("fused paged wrong", 1, "1.01"),
+        pytest.param("fused paged wrong", 1, "1.01", marks=pytest.mark.soak),
     ],
 )
 def test_caches_that_differ_by_rounding_are_equal_in_float32(
@@ -138,7 +138,11 @@ def test_caches_that_differ_by_rounding_are_equal_in_float32(
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("warm_scripts")
 @pytest.mark.parametrize(
-    ("ways", "code", "says"), [("fused", 0, "4 calls of Model agree."), ("fused wrong", 1, "1.01")]
+    ("ways", "code", "says"),
+    [
+        pytest.param("fused", 0, "4 calls of Model agree.", marks=pytest.mark.soak),
+        ("fused wrong", 1, "1.01"),
+    ],
 )
 def test_tensor_parallel_calls_are_looked_at_in_float32(
     ways: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -276,7 +280,12 @@ class Casting(nn.Module):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("way", "fused", "answer"),
-    [("fused", False, "agree"), ("", True, "agree"), ("tanh", False, "differ"), ("tanh", True, "differ")],
+    [
+        pytest.param("fused", False, "agree", marks=pytest.mark.soak),
+        ("", True, "agree"),
+        ("tanh", False, "differ"),
+        pytest.param("tanh", True, "differ", marks=pytest.mark.soak),
+    ],
 )
 def test_a_target_in_16_bits_of_a_float32_baseline_is_judged_in_float32(way: str, fused: bool, answer: str) -> None:
     comparison = gl.compare(

@@ -62,7 +62,7 @@ def compared(
         return comparison.answer, comparison.text
 
 
-@pytest.mark.parametrize("baseline", ["second", "cpu"])
+@pytest.mark.parametrize("baseline", [pytest.param("second", marks=pytest.mark.soak), "cpu"])
 def test_models_on_a_second_device_agree(baseline: str) -> None:
     answer, text = compared(partial(model, device=None if baseline == "second" else "cpu"), partial(model))
     assert answer == "agree", text
@@ -165,7 +165,7 @@ for _ in range(3):
 
 
 @pytest.mark.usefixtures("warm_scripts")
-@pytest.mark.parametrize(("decay", "exit_code"), [(0.01, 0), (0.1, 1)])
+@pytest.mark.parametrize(("decay", "exit_code"), [pytest.param(0.01, 0, marks=pytest.mark.soak), (0.1, 1)])
 def test_scripts_that_train_are_compared_on_a_second_device(
     decay: float, exit_code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [100, 3000])
+@pytest.mark.parametrize("size", [100, 1100])
 @pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
 def test_random_tensors_are_measured_to_six_digits(dtype: torch.dtype, size: int) -> None:
     # Not around zero, where a mean or a cosine may be as small as one pleases.
