@@ -67,7 +67,7 @@ def test_a_different_order_of_roundings_is_not_a_difference(dtype: torch.dtype) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.soak), torch.float16])
 def test_a_mistake_below_one_rounding_is_found_in_float32(dtype: torch.dtype) -> None:
     answer, text = compared("tanh", dtype)
     name = str(dtype).removeprefix("torch.")

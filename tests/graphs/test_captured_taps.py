@@ -654,7 +654,7 @@ def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
         block.mlp.forward = tapped(block.mlp.forward)
 
 
-@pytest.mark.parametrize("b2t", [None, "name == 'after'"])
+@pytest.mark.parametrize("b2t", [pytest.param(None, marks=pytest.mark.soak), "name == 'after'"])
 def test_compiled_taps_in_a_captured_decode_equal_an_eager_models(session: gl.Session, b2t: str | None) -> None:
     session.edit(b2t=b2t)
     uncompiled = partial(tap_inside_of_mlps, compiled=False)

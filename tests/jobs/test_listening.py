@@ -25,7 +25,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("without_session", ["keep", "nothing"])
+@pytest.mark.parametrize("without_session", ["keep", pytest.param("nothing", marks=pytest.mark.soak)])
 def test_a_second_notebook_takes_over_the_jobs_of_the_first(
     tmp_path: Path, stop: Path, capsys: pytest.CaptureFixture[str], without_session: str
 ) -> None:

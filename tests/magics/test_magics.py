@@ -511,8 +511,8 @@ def test_frame_is_empty_before_the_first_run(notebook: Kernel) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "plot",
-        "plot hidden",
+        pytest.param("plot", marks=pytest.mark.soak),
+        pytest.param("plot hidden", marks=pytest.mark.soak),
         "plot hidden --kind ranks",
         "plot hidden --dims 0 --tags layer=3",
         "plot --noise-floor 1e-5",

@@ -138,7 +138,11 @@ def test_an_invalid_floor_is_refused_with_a_message_until_corrected(page: Page) 
 
 
 @pytest.mark.parametrize(
-    ("paper", "ink"), [("rgb(30, 30, 30)", "rgb(204, 204, 204)"), ("rgb(255, 255, 255)", "rgb(51, 51, 51)")]
+    ("paper", "ink"),
+    [
+        ("rgb(30, 30, 30)", "rgb(204, 204, 204)"),
+        pytest.param("rgb(255, 255, 255)", "rgb(51, 51, 51)", marks=pytest.mark.soak),
+    ],
 )
 def test_overlays_have_the_colour_of_the_page_without_a_theme(page: Page, paper: str, ink: str) -> None:
     mount(page, row(0, "a", 1e-3), style=f"body {{ background: {paper}; color: {ink} }}")
@@ -149,7 +153,7 @@ def test_overlays_have_the_colour_of_the_page_without_a_theme(page: Page, paper:
 # ---- pointer and keys ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "end"), [(1.8, 6.2), (6.2, 1.8)])
+@pytest.mark.parametrize(("start", "end"), [pytest.param(1.8, 6.2, marks=pytest.mark.soak), (6.2, 1.8)])
 def test_a_drag_zooms_to_what_it_covers_in_either_direction(page: Page, start: float, end: float) -> None:
     mount(page, *ten(), style="body { margin-left: 120px }")
     assert visible(page) == [f"t{at}" for at in range(10)]

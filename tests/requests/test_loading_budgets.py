@@ -47,7 +47,7 @@ COLLIDING = [PRIME * number for number in range(1, 100_000)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset])
+@pytest.mark.parametrize("kind", [dict.fromkeys, set, pytest.param(frozenset, marks=pytest.mark.soak)])
 def test_keys_that_collide_end_with_the_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     # Other numbers take half of this time, and these a minute.
     monkeypatch.setattr(budgets, "_SECONDS", 0.7)

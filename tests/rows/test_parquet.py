@@ -259,7 +259,7 @@ def test_a_run_folder_opens_in_another_tool(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("batches", [1, 2, 5, 9])
+@pytest.mark.parametrize("batches", [1, 2, 5, pytest.param(9, marks=pytest.mark.soak)])
 def test_a_kill_while_rows_move_loses_and_duplicates_none(
     tmp_path: Path, batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
