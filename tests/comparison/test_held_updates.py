@@ -345,6 +345,12 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
         "The gradients of the 3 other weights are 2 times the baseline's, as when clipping by the global norm follows "
         "from the gradients above, which are shown without this factor.",
     )
+    # A gradient that one side lacks is none of those with the factor.
+    doubled = {name: 2.0 * each for name, each in ours.items() if name != "d"}
+    rows = [row(name, 0, ours[name], each) for name, each in doubled.items()]
+    lacking = judge_gradients(rows, [description(ours)], [replace(description(doubled), without_gradient=("d",))], {})
+    assert lacking.sentences[0] == "The target has no gradient for d, and the baseline does."
+    assert lacking.sentences[1].startswith("The gradients of the 3 other weights are 2 times the baseline's")
     two = judge_gradients(
         [row(name, 0, ours[name], drawn(9)) for name in "ab"], [description(ours)], [description(ours)], {}
     )

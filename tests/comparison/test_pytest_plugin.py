@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graftlab as gl
+from graftlab.comparison import functions
 from graftlab.comparison.functions import record_reference
 from graftlab.comparison.held_calls import judge_against_recording
 from graftlab.comparison.repeats import JudgingChoice
@@ -159,6 +162,15 @@ def against_sketches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
     recording = gl.Recording(folder)
     with gl.launch(baseline=recording, target=1) as session:
         yield session, recording
+
+
+def test_a_reference_has_the_modules_that_are_included(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[partial[object]] = []
+    session = SimpleNamespace(folder=tmp_path, run=ran.append)
+    monkeypatch.setattr(functions, "launch", lambda **sides: nullcontext(session))
+    monkeypatch.setattr(functions, "condense", lambda whole, folder, limit: [])
+    record_reference(model, IDS, tmp_path / "reference.graft", include="*.norm", limit=40_000)
+    assert ran[0].args == (model, IDS, WatchChoice("*.norm", params=False), False)
 
 
 @pytest.mark.ranks

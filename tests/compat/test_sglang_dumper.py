@@ -287,6 +287,8 @@ def test_the_published_names_can_be_imported() -> None:
     assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())
     assert "min=None" in sglang_dumper.get_tensor_info(torch.ones(0))
     assert sglang_dumper.get_truncated_value((torch.ones(100, 9), "x"))[0].shape == (5, 9)
+    # From 200 elements on, as SGLang does.
+    assert [sglang_dumper.get_truncated_value(torch.ones(size)).numel() for size in (199, 200)] == [199, 5]
 
 
 def test_settings_without_a_meaning_here_are_accepted_and_wrong_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:

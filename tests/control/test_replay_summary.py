@@ -92,6 +92,13 @@ def test_a_tap_of_one_request_counts_for_no_other_of_its_batch(tmp_path: Path) -
     assert found["final_difference"].to_dict() == {"r1": 0.5, "r0": 0.0, "r2": 1e-7}
 
 
+def test_the_last_tap_that_was_measured_counts_where_later_ones_were_not(tmp_path: Path) -> None:
+    lost = a_row(step=FIRST_STEP, name="token", order=2, status="missing", tags={"name": "token", "rid": "r0"})
+    rows = (tap(0, "hidden", 0, 0.3, rid="r0"), tap(0, "logits", 1, 0.2, rid="r0"), lost)
+    found = summary_of(tmp_path, [recorded("r0", 0)], each(sum), each(sum), *rows)
+    assert found["final_difference"].tolist() == [0.2]
+
+
 def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -> None:
     answers = {0: X * 1.5, 1: {"logits": X * 1.25}, 2: X * math.nan, 3: torch.ones(5)}
     found = summary_of(

@@ -147,3 +147,9 @@ def test_identities_are_cut_by_requests_even_where_tokens_are_as_many() -> None:
     static = StaticExtras("x", None, lambda: made, torch.zeros(1), padded)
     batch = FillContext(raw_bs=2, padded_bs=4, raw_num_tokens=3, padded_num_tokens=4)
     assert shown(static.given(batch)) == {"rids_int": [0, 1], "other": [0, 1, 2]}
+
+
+def test_a_single_number_under_the_name_of_one_for_each_request_is_given_whole() -> None:
+    static = extras(lambda: {"rids_int": torch.tensor(7)})
+    static.update(None, lambda: {})
+    assert shown(static.given(BATCH)) == {"rids_int": 7}

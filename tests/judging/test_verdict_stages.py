@@ -166,6 +166,11 @@ def test_a_group_that_its_lines_explain_needs_no_excuse(made: Made) -> None:
     assert made.verdict().findings.may_be_inherited == ["free: c", "unread"]
 
 
+def test_a_cut_graph_may_explain_what_is_named(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judgement, "cut_graphs", lambda compared, named: [f"cut before {', '.join(named)}"])
+    assert made.verdict().findings.may_be_inherited == ["free: b, c", "cut before b, c", "unread"]
+
+
 @pytest.mark.parametrize("stage", ["trace", "pairs", "confirm", "hints", "target"])
 def test_a_stage_that_fails_leaves_the_results_of_the_others(stage: str, made: Made) -> None:
     made.raising = {stage}

@@ -41,6 +41,11 @@ def test_a_negation_and_another_order_are_seen_whichever_tensor_comes_first(sort
     assert agreement(one, smaller, 1e-5) == agreement(smaller, one, 1e-5) == DIFFERENT
 
 
+def test_a_number_near_zero_is_compared_by_the_size_of_the_others() -> None:
+    made = [fingerprint(torch.cat([X[:-1], torch.tensor([near])])) for near in (1e-8, 3e-8)]
+    assert agreement(*made, 1e-5) == IN_ORDER
+
+
 def test_only_zeros_beside_numbers_that_hide_are_a_mask() -> None:
     assert fingerprint(torch.tensor([0.0, -2 * _MASKED, 0.0])).mask
     assert not fingerprint(torch.tensor([0.0, -5.0, -2 * _MASKED])).mask

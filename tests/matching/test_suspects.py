@@ -20,3 +20,11 @@ def test_of_equally_likely_partners_the_one_at_the_same_distance_is_first() -> N
     target = [tap("begin", 10, 0), tap("y", 12, 1)]
     proposal = Proposal((Pair("start", "begin"),))
     assert [pair.baseline for pair in suspects(baseline, target, proposal)] == ["x.2", "x.3", "x.1"]
+
+
+def test_partners_like_trusted_ones_are_first_and_like_those_tried_in_vain_last() -> None:
+    baseline = [tap("x.1", 1, 1), tap("y.1", 1, 1), tap("z.1", 1, 1)]
+    target = [tap("other.1", 1, 1)]
+    trusted, in_vain = [Pair("z.2", "other.2")], [("x.2", "other.2")]
+    found = suspects(baseline, target, Proposal(()), trusted, in_vain)
+    assert [pair.baseline for pair in found] == ["z.1", "y.1", "x.1"]

@@ -140,6 +140,14 @@ def test_tensors_that_plain_pickle_wrote_come_back(dtype: torch.dtype, protocol:
         assert torch.equal(found, value)
 
 
+def test_a_parameter_of_a_file_holds_a_tensor() -> None:
+    class Odd:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_parameter, ("no tensor", True, collections.OrderedDict())
+
+    assert type(read(Odd())) is Opaque
+
+
 def test_what_goes_with_tensors_comes_back() -> None:
     value = [torch.float16, torch.Size([2, 3]), torch.device("cuda", 1)]
     assert read(value) == value
@@ -669,6 +677,7 @@ def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> 
     ("record", "why"),
     [
         ((12.5, REQUEST, RESPONSE), r"a tuple of \(float, dict, dict\) does not begin with a request"),
+        (("r1", REQUEST, RESPONSE, 12.5, 13.0), r"a tuple of \(str, dict, dict, float, float\) does not begin"),
         ((REQUEST, RESPONSE, {"more": 1}, 12.5), "has 1 times, 0 ids and 2 responses"),
         ((REQUEST, 12.5, 13.0, 14.0), "has 3 times"),
         ((REQUEST, 13.0, 12.5, RESPONSE), "the later one first"),

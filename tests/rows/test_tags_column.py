@@ -143,6 +143,13 @@ def test_a_dict_that_was_read_belongs_to_its_reader(frame: RowsFrame) -> None:
     assert frame["tags"].iloc[2] == ROWS[2].tags
 
 
+def test_a_copy_of_the_column_as_an_array_is_its_readers(frame: RowsFrame) -> None:
+    frame.at[1, "tags"] = {"mine": 1}
+    cells = np.array(frame["tags"].array)
+    cells[1] = None
+    assert frame["tags"].loc[1] == {"mine": 1}
+
+
 def test_two_frames_are_equal_by_their_tags(frame: RowsFrame) -> None:
     pd.testing.assert_frame_equal(frame, to_frame(ROWS))
     assert frame.equals(to_frame(ROWS))

@@ -660,6 +660,12 @@ def transform(g):
         ("def transform(g):\n    if g:\n        return 1\n    return 2", 1, "def transform(g):", "returned int"),
         ("@torch.no_grad()\ndef transform(g):\n    return 3", 3, "return 3", "returned int"),
         ("class T:\n    def __call__(self, g):\n        return 4\ntransform = T()", 3, "return 4", "returned int"),
+        (
+            "from functools import partial\ndef f(n, g):\n    return n\ntransform = partial(f, 6)",
+            3,
+            "return n",
+            "returned int",
+        ),
         ("def transform(received_list, target):\n    return 5", 2, "return 5", "returned int"),
         ("def transform(g):\n    g.target.data_ptr(1)", 2, "g.target.data_ptr(1)", "takes no arguments"),
     ],

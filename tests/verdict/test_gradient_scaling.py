@@ -189,6 +189,13 @@ def test_a_global_factor_is_taken_out_and_remaining_differences_are_named(
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["blocks.1.router.w"]
 
 
+def test_a_gradient_with_the_factor_and_rounding_within_the_threshold_is_explained() -> None:
+    found, _ = taken_out(dict.fromkeys(WEIGHTS, 0.5), {"w0": 3e-6, "w1": 9e-6, "blocks.1.router.w": 0.1})
+    assert "w0@param_grad" in found.groups
+    assert "w1@param_grad" not in found.groups
+    assert "The factor does not explain w1, blocks.*.router.w." in found.text
+
+
 def test_a_global_factor_does_not_hide_a_mistake_in_one_element() -> None:
     found, frame = taken_out(dict.fromkeys(WEIGHTS, 1 - 1e-4), {"blocks.1.router.w": 0.1}, one_element="w3")
     assert "w3@param_grad" not in found.groups
