@@ -61,7 +61,7 @@ class Conclusion:
     sentences: Sequence[str]
     """The most important first; see :func:`graftlab.verdict.summary.differences`."""
     earlier: str = ""
-    """The run's first divergence, if it is in a step that these rows do not show."""
+    """The run's first divergence, if it is none of these rows."""
     rows: Sequence[Row] = ()
 
 
@@ -246,12 +246,16 @@ def _floor_of(rows: Sequence[Row], noise_floor: float | None) -> float:
 
 
 def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor: float) -> str:
-    """The run's first divergence, unless these rows show its step; ``first`` is the first divergent row among them."""
-    if earliest is None or any(row.step == earliest.step for row in rows):
+    """The run's first divergence, unless these rows have it; ``first`` is the first divergent row among them."""
+    if earliest is None or any(_place(row) == _place(earliest) for row in rows):
         return ""
     if first is not None and identity(first.tags) == identity(earliest.tags):
         return f"first above the floor in step {earliest.step}"
     return sentence_of_first(earliest, floor)
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return (row.step, row.side, row.rank, identity(row.tags))
 
 
 def _rows(frame: pd.DataFrame) -> list[Row]:

@@ -164,6 +164,15 @@ def test_the_first_divergence_in_an_earlier_step_is_reported() -> None:
     assert conclude(run(0.0, 1.0, 0.0), [], noise_floor=2.0).earlier == ""
 
 
+def test_a_difference_of_a_tap_that_is_lost_afterwards_is_still_reported() -> None:
+    rows = [row("a", step=1, rel_l2=0.0), row("b", step=1, rel_l2=1.0)]
+    lost = row("b", step=2, rel_l2=None, status="missing", error="target[0] died")
+    found = conclude(to_frame([*rows, lost]), [])
+    assert found.first is None
+    assert found.earlier.startswith("first divergent in this run: b on target[0] in step 1:")
+    assert conclude(to_frame(rows), []).earlier == ""
+
+
 class Live:
     """A run whose rows come one after the other, and a display that looks at it."""
 
