@@ -58,6 +58,8 @@ def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() 
     parts: dict[str, Any] = {"unexplained": ["k differs."], "only_without_grafts": True}
     assert moved_by(verdict(*taps, **parts)) == {}
     assert moved_by(verdict(*taps, **parts, in_float32=0.5)) == {"h.1": 0.3}
+    # What a flipped choice moves in more bits is not the rounding of those.
+    assert moved_by(verdict(wide("h.1.k", label="clean", ratio=0.5, error=0.1), **parts, in_float32=0.5)) == {}
 
 
 def named(name: str, **parts: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from graftlab.taps import calls
 
 
 class Joining:
-    """What stands for a rank that joins: it fails as it is told to."""
+    """What stands for a rank that joins: it fails where the test wants it to."""
 
     def __init__(self) -> None:
         self.configs: list[GraftConfig] = []

@@ -115,7 +115,7 @@ def test_a_restarted_side_shows_its_generation_in_its_line(jobs: Jobs, board: Sc
 
 
 class Judging:
-    """Stands for ``judge``: it notes what is asked, and ends as it is told, or once it is stopped."""
+    """Stands for ``judge``: it notes what is asked, and ends as the test wants, or once it is stopped."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str | None, str | None]] = []
