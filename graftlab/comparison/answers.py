@@ -60,6 +60,26 @@ class Comparison(Verdict):
         return write_report(self.session, path, self, tensors)
 
 
+class ReasonedAnswer:
+    """An answer that is still being found, and sentences on why it is what it is."""
+
+    def __init__(self, answer: Answer, reasons: list[str] | None = None) -> None:
+        self.answer: Answer = answer
+        self.reasons = [] if reasons is None else reasons
+
+    def doubt(self, why: str | None) -> None:
+        """Withdraw an agreement for this reason, if there is one. Other answers stay, without the reason."""
+        if why and self.withdraw_agreement():
+            self.reasons.append(why)
+
+    def withdraw_agreement(self, instead: Answer = "inconclusive") -> bool:
+        """Replace ``"agree"``, and no other answer. Returns whether it was replaced."""
+        agreed = self.answer == "agree"
+        if agreed:
+            self.answer = instead
+        return agreed
+
+
 class ComparisonStopped(WaitInterrupted):
     """The stop button ended a comparison and both its sides. ``known`` has the sentences on what it had found."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from graftlab.base.tap_groups import kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
-from graftlab.comparison.answers import Comparison, answer_of, moves
+from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
@@ -57,6 +57,7 @@ _PAIRS_ALONE = (
     "All that was compared agrees, the output too, but pairs contradict their names or each other (below): if they are "
     "wrong, a mistake may show only from other inputs."
 )
+_NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
 _NARROW = ("bfloat16", "float16")
@@ -75,10 +76,39 @@ def judge_held_calls(
 
     ``proposal`` has the pairs of an earlier call, which are in force.
     """
-    session = repeats.session
     if any(each.raises for each in (*baseline, *target)):
         return judge_until_exception(repeats, baseline, target, choice)
     remarks = list(_not_trusted(baseline, target))
+    proposal, unpaired = _paired(repeats, baseline, target, choice, proposal)
+    remarks += unpaired
+    backward = _add_backward(repeats, baseline, target)
+    verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
+    trusted, merged = not remarks, False
+    if trusted:
+        is_first = all(each.number <= 1 for each in (*baseline, *target))
+        verdict, seen, merged = _in_more_bits(repeats, verdict, choice, proposal, is_first)
+        remarks += seen
+    findings, pairs = verdict.findings, repeats.session.plan.pairs
+    conclusion = _conclude(baseline, target, findings, pairs, choice.threshold, proposal, trusted, merged)
+    differ = conclusion.answer == "differ"
+    if proposal is not None:
+        remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
+        # Code that agrees may read its weights in any order.
+        remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
+    remarks += conclusion.reasons
+    remarks += _differing_numbers(baseline, target) if differ else []
+    remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
+    return Comparison(findings, verdict.runs, repeats.session, proposal, conclusion.answer, tuple(remarks))
+
+
+def _paired(
+    repeats: Repeats,
+    baseline: Sequence[CallDescription],
+    target: Sequence[CallDescription],
+    choice: JudgingChoice,
+    proposal: Proposal | None,
+) -> tuple[Proposal | None, list[str]]:
+    """The pairs found by value, if names do not pair, and a sentence if taps could not be paired."""
     if proposal is not None and (unfit := repeats.unfit_taps() - proposal.unfit):
         # A decode step after a prefill has other rows, and other numbers of them.
         with suppress(MatchError):
@@ -87,109 +117,102 @@ def judge_held_calls(
         try:
             proposal = _matched(repeats, target)
         except MatchError as error:
-            remarks.append(f"Taps could not be paired by value: {error}")
-    backward = _add_backward(repeats, baseline, target)
-    verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
-    trusted = not remarks
-    is_first = all(each.number <= 1 for each in (*baseline, *target))
-    wide: Verdict | None = None
-    merged: str | None = None
-    not_in_float32: list[str] = []
-    if trusted:
-        try:
-            wide = _closer_look(repeats, verdict, choice, is_first)
-        except GraftError as error:
-            # The verdict on the call itself stands.
-            not_in_float32 = [f"{NOT_CHECKED}the same call in float32, which failed: {str(error).splitlines()[0]}"]
-    if wide is not None:
-        if wide.findings.in_float32 is None:
-            narrow = dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW)
-            dtypes = " and ".join(narrow) or verdict.findings.computed_in
-            what = (
-                "no tapped value explains the difference"
-                if verdict.findings.unexplained
-                else "the calls agree to rounding"
-            )
-            wider = wide.findings.looked_in
-            merged = None if proposal is None else _merged_weights(wide.findings, narrow, proposal)
-            remarks += [merged] if merged else []
-            remarks.append(f"In {dtypes} {what}. In {wider}, from the same numbers, they differ:")
-        verdict = wide
-    agrees_wider = verdict.findings.in_float32 is not None
-    if agrees_wider and verdict.findings.unexplained:
-        remarks.append(
-            f"In {verdict.findings.looked_in}, from the same numbers, the calls agree. In 16 bits they differ, though "
-            "every module agrees from equal inputs: rounding may have changed a choice, such as a router's, or the "
-            "target rounds more."
+            return None, [f"Taps could not be paired by value: {error}"]
+    return proposal, []
+
+
+def _in_more_bits(
+    repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
+) -> tuple[Verdict, list[str], bool]:
+    """The verdict after a look at the same call in float32, if 16 bits may hide a mistake; sentences on it; and whether
+    merged weights, rounded to 16 bits, may explain what differs.
+    """
+    try:
+        wide = _closer_look(repeats, verdict, choice, is_first)
+    except GraftError as error:
+        # The verdict on the call itself stands.
+        why = str(error).splitlines()[0]
+        return verdict, [f"{NOT_CHECKED}the same call in float32, which failed: {why}"], False
+    if wide is None:
+        return verdict, [], False
+    found = wide.findings
+    if found.in_float32 is None:
+        narrow = dict.fromkeys(each for each in verdict.frame["dtype"] if each in _NARROW)
+        dtypes = " and ".join(narrow) or verdict.findings.computed_in
+        what = (
+            "no tapped value explains the difference" if verdict.findings.unexplained else "the calls agree to rounding"
         )
-    if proposal is not None:
-        remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
-    after_weights = len(remarks)
-    pairs = session.plan.pairs
+        merged = None if proposal is None else _merged_weights(found, narrow, proposal)
+        said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
+        return wide, [merged, said] if merged else [said], merged is not None
+    if not found.unexplained:
+        return wide, [], False
+    sentence = (
+        f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ, though every module "
+        "agrees from equal inputs: rounding may have changed a choice, such as a router's, or the target rounds more."
+    )
+    return wide, [sentence], False
+
+
+def _conclude(
+    baseline: Sequence[CallDescription],
+    target: Sequence[CallDescription],
+    findings: Findings,
+    pairs: Sequence[PairRule],
+    threshold: float,
+    proposal: Proposal | None,
+    trusted: bool,
+    merged: bool,
+) -> ReasonedAnswer:
+    """The answer of these findings, and of what else the calls show. ``trusted`` is false if a call cannot be repeated,
+    or has no pairs; ``merged`` is true if merged weights may explain what differs.
+    """
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     moves_rows = outputs_move_rows(pairs)
-    known = results.compared or (moves_rows and _have_equal_rows(baseline, target, choice.threshold))
-    # What taps do not show is looked at first.
-    answer = answer_of(replace(verdict.findings, contradicting_pairs=()), trusted, known)
-    if merged and answer == "differ":
-        answer = "inconclusive"
-    if answer == "agree" and not agrees_wider and (single := sentence_on_single_taps(verdict.frame)):
-        answer = "inconclusive"
-        remarks.append(single)
-    without_taps = _without_taps(baseline, target, results.differences, choice.threshold, pairs)
-    if answer == "agree" and without_taps:
-        answer = "differ"
-    if answer == "agree" and (earlier := _rounds_earlier(baseline, target, verdict.findings)):
-        answer = "inconclusive"
-        remarks.append(earlier)
-    if answer == "inconclusive" and trusted and verdict.findings.inconclusive:
-        far = [each for each in results.differences if is_beyond_rounding(each, choice.threshold)]
-        if far:
-            answer = "differ"
-            remarks.append(f"The results of the two calls differ by {max(each.rel_l2 for each in far):.2g}.")
-    if answer == "agree" and moves_rows and not known:
-        answer = "inconclusive"
-    frame = verdict.findings.frame
-    inputs = frame[frame["group"].map(kind_of_group) == "input"]
-    if answer == "agree" and moves_rows and len(inputs) and inputs["aligned_by"].isna().all():
-        # Both sides were given the same rows, so that a result with fewer lacks some.
-        lacking = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
-        if lacking:
-            answer = "inconclusive"
-            remarks += lacking[:1]
-    # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
-    matched = proposal is not None
-    unlike = (
-        values_of_other_shapes(baseline[0].plain, target[0].plain, matched=matched)
-        if len(baseline) == len(target) and not moves_rows
-        else []
-    )
-    given_alike = any(kind_of_group(group) == "input" for group in verdict.findings.frame["group"])
+    known = results.compared or (moves_rows and _have_equal_rows(baseline, target, threshold))
+    # Pairs that contradict each other are the last reason: the others say more.
+    conclusion = ReasonedAnswer(answer_of(replace(findings, contradicting_pairs=()), trusted, known))
+    if merged and conclusion.answer == "differ":
+        conclusion.answer = "inconclusive"
+    if findings.in_float32 is None:
+        conclusion.doubt(sentence_on_single_taps(findings.frame))
+    if without_taps := _without_taps(baseline, target, results.differences, threshold, pairs):
+        conclusion.reasons.append(without_taps)
+        conclusion.withdraw_agreement("differ")
+    conclusion.doubt(_rounds_earlier(baseline, target, findings))
+    far = [each.rel_l2 for each in results.differences if is_beyond_rounding(each, threshold)]
+    if far and conclusion.answer == "inconclusive" and trusted and findings.inconclusive:
+        conclusion.answer = "differ"
+        conclusion.reasons.append(f"The results of the two calls differ by {max(far):.2g}.")
+    inputs = findings.frame[findings.frame["group"].map(kind_of_group) == "input"]
+    returned = baseline[0].returned, target[0].returned
     cannot_tell = trusted and not results.compared
-    other_batch = answer == "inconclusive" and cannot_tell and not given_alike
-    remarks += (_other_batch(baseline, target) if other_batch else []) or unlike[:1]
-    if unlike and trusted and answer != "differ":
+    unlike: list[str] = []
+    if moves_rows:
+        if not known:
+            conclusion.withdraw_agreement()
+        if len(inputs) and inputs["aligned_by"].isna().all():
+            # Both sides were given the same rows, so that a result with fewer lacks some.
+            conclusion.doubt(next(iter(values_of_other_shapes(*returned, matched=True)), None))
+    elif len(baseline) == len(target):
+        # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
+        unlike = values_of_other_shapes(baseline[0].plain, target[0].plain, matched=proposal is not None)
+    if conclusion.answer == "inconclusive" and cannot_tell and not len(inputs):
+        conclusion.reasons += _other_batch(baseline, target) or unlike[:1]
+    else:
+        conclusion.reasons += unlike[:1]
+    if unlike and trusted and conclusion.answer != "differ":
         # If the inputs are equal, a different number of values is a different result.
-        resized = values_of_other_shapes(baseline[0].returned, target[0].returned, matched=True)
-        answer = "differ" if given_alike and resized else "inconclusive"
-    if answer == "inconclusive" and cannot_tell and not unlike:
-        remarks.append(
-            "The results of the two calls could not be compared, so the taps that agree do not clear the target."
-        )
+        resized = values_of_other_shapes(*returned, matched=True)
+        conclusion.answer = "differ" if len(inputs) and resized else "inconclusive"
+    if conclusion.answer == "inconclusive" and cannot_tell and not unlike:
+        conclusion.reasons.append(_NOT_COMPARED)
     if proposal is not None and proposal.unpaired_rows:
-        remarks.append(proposal.unpaired_rows)
-        answer = "inconclusive" if answer == "agree" else answer
-    if verdict.findings.contradicting_pairs and answer == "agree":
-        answer = "inconclusive"
-        remarks.append(_PAIRS_ALONE)
-    remarks += without_taps + not_in_float32
-    remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
-    if proposal is not None and answer == "differ":
-        # Code that agrees may read its weights in any order.
-        remarks[after_weights:after_weights] = [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS]]
-    if answer == "differ":
-        remarks += _differing_numbers(baseline, target)
-    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+        conclusion.reasons.append(proposal.unpaired_rows)
+        conclusion.withdraw_agreement()
+    if findings.contradicting_pairs:
+        conclusion.doubt(_PAIRS_ALONE)
+    return conclusion
 
 
 def _rounds_earlier(
@@ -340,30 +363,27 @@ def judge_against_recording(
         return session.verdict(target=repeat_call, output=choice.output, floor=floor, threshold=choice.threshold)
 
     verdict = judged(choice.floor)
-    hidden = ""
+    trusted, hidden = not remarks, False
     if choice.floor == "auto" and verdict.named and not verdict.frame["dtype"].isin(_NARROW).any():
         # The floor that is assumed for float32 does not suit results that are computed in 16 bits.
         (own,) = session.run(target=own_rounding).target[:1]
         if own is not None:
-            hidden = (
+            hidden = True
+            remarks.append(
                 f"The target computes in {own[0]}: its results differ by up to {own[1]:.2g} (rel_l2) from those of the "
                 f"same call in float64, which is taken as the floor. A mistake below {choice.threshold:g} times that "
                 "is not seen."
             )
-            remarks.append(hidden)
             verdict = judged(max(own[1], DEFAULT_NOISE_FLOOR))
     # A named output was compared, or there would be no verdict.
-    trusted = not {*remarks} - {hidden}
-    answer = answer_of(verdict.findings, trusted, choice.output is not None)
-    if answer == "agree" and hidden:
-        answer = "inconclusive"
-    if answer == "inconclusive" and answer_of(verdict.findings, trusted, True) == "agree":
-        remarks.append(_NO_OUTPUT)
-    if answer == "agree" and (single := sentence_on_single_taps(verdict.frame)):
-        # A recording cannot run in float32, and its assumed floor is far above one rounding.
-        answer = "inconclusive"
-        remarks.append(single)
-    if answer != "agree":
+    conclusion = ReasonedAnswer(answer_of(verdict.findings, trusted, True), remarks)
+    if choice.output is None and answer_of(verdict.findings, trusted, False) != "agree":
+        conclusion.doubt(_NO_OUTPUT)
+    if hidden:
+        conclusion.withdraw_agreement()
+    # A recording cannot run in float32, and its assumed floor is far above one rounding.
+    conclusion.doubt(sentence_on_single_taps(verdict.frame))
+    if conclusion.answer != "agree":
         remarks += _other_inputs(baseline.frame, session.frame)
     if sketched := baseline.sketched:
         remarks.append(
@@ -371,7 +391,7 @@ def judge_against_recording(
             "which show how far two tensors are apart, and not where. They cannot be grafted."
         )
     remarks += [f"{NOT_CHECKED}{each}" for each in _not_checked((), target)]
-    return Comparison(verdict.findings, verdict.runs, session, proposal, answer, tuple(remarks))
+    return Comparison(verdict.findings, verdict.runs, session, proposal, conclusion.answer, tuple(remarks))
 
 
 def names_pair(baseline: CallDescription, target: CallDescription) -> bool:
@@ -405,11 +425,11 @@ def _matched(
     repeats.session.edit(pairs=proposal)
     if INTERRUPTED in found.notices:
         # The match returns the pairs found so far, but the interrupt was meant for the rest, too.
-        raise KeyboardInterrupt(_paired(proposal, target[0]))
+        raise KeyboardInterrupt(_paired_so_far(proposal, target[0]))
     return proposal
 
 
-def _paired(proposal: Proposal, target: CallDescription) -> str:
+def _paired_so_far(proposal: Proposal, target: CallDescription) -> str:
     paired = len({pair.target for pair in proposal.graftable})
     return f"{paired} of {counted(len(target.taps), 'tap')} of the target had a partner."
 
@@ -549,7 +569,7 @@ def _without_taps(
     differences: Sequence[ResultDifference],
     threshold: float,
     pairs: Sequence[PairRule] = (),
-) -> list[str]:
+) -> str | None:
     """A sentence if without taps the sides' results differ by more than taps and rounding explain."""
     beyond = [
         each
@@ -559,12 +579,12 @@ def _without_taps(
     tapped = compare_returned([each.tapped for each in baseline], [each.tapped for each in target], pairs)
     largest = max((each.rel_l2 for each in tapped.differences if not math.isnan(each.rel_l2)), default=0.0)
     if not beyond or max(each.rel_l2 for each in beyond) <= threshold * largest:
-        return []
+        return None
     worst = max(beyond, key=lambda each: each.rel_l2)
-    return [
+    return (
         f"Without taps the results differ by {worst.rel_l2:.2g}, and with taps by {largest:.2g}: the difference arises "
         "in code that taps switch off, such as a fused path for modules without hooks."
-    ]
+    )
 
 
 def _moved_by_taps(*sides: Sequence[CallDescription]) -> float:
