@@ -7,6 +7,7 @@ baseline's output from equal inputs is right, and its error arises between earli
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -341,20 +342,34 @@ def _dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _merged(origins: Sequence[ErrorOrigin]) -> list[ErrorOrigin]:
     """One origin for all taps of a group with the same one: that of the tap that adds the most."""
+    doubts: defaultdict[Any, set[tuple[str, ...]]] = defaultdict(set)
+    for each in origins:
+        doubts[_where(each)] |= {each.not_compared} - {()}
     alike: dict[Any, list[ErrorOrigin]] = {}
     for each in origins:
-        # The taps before it vary by layer, above all in the first. One sentence is enough.
-        where = (group_of(each.given_to), _place_in_code(each), each.arguments, each.not_compared)
-        what = None if each.is_itself else where
+        # An argument that only some layers have, such as a mask, is a doubt about all of them.
+        known = doubts[_where(each)]
+        doubt = each.not_compared or (next(iter(known)) if len(known) == 1 else ())
+        what = None if each.is_itself else (_where(each), doubt)
         alike.setdefault(what, []).append(each)
-    return [
-        replace(
-            same[0],
-            taps=tuple(origin.tap for origin in same),
-            tensors=frozenset().union(*(origin.tensors for origin in same)),
+    merged = []
+    for same in alike.values():
+        unsure = next((each for each in same if each.not_compared), same[0])
+        merged.append(
+            replace(
+                same[0],
+                taps=tuple(origin.tap for origin in same),
+                tensors=frozenset().union(*(origin.tensors for origin in same)),
+                not_compared=unsure.not_compared,
+                not_compared_of=unsure.not_compared_of,
+            )
         )
-        for same in alike.values()
-    ]
+    return merged
+
+
+def _where(origin: ErrorOrigin) -> tuple[str, str, tuple[str, ...]]:
+    # The taps before it vary by layer, above all in the first. One sentence is enough.
+    return group_of(origin.given_to), _place_in_code(origin), origin.arguments
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from graftlab.verdict.origins import (
     ErrorOrigin,
     ErrorOrigins,
     _is_given_the_same,
+    _merged,
     find_origins,
     origin_in_words,
     sentences_on,
@@ -294,3 +295,14 @@ def test_inputs_that_were_not_compared_are_named() -> None:
     assert sentences_on(ErrorOrigins((both,)))[1] == (
         "Or mask and bias may differ, inputs of the baseline's mixer that were not compared."
     )
+
+
+def test_an_argument_that_only_some_layers_have_is_a_doubt_about_all() -> None:
+    plain, masked = GIVEN, replace(GIVEN, tap="layers.1.attn.o", tensors=frozenset({2}), not_compared=("mask",))
+    (found,) = _merged([plain, masked])
+    assert found.taps == (plain.tap, "layers.1.attn.o")
+    assert (found.tap, found.not_compared, found.tensors) == (plain.tap, ("mask",), plain.tensors | {2})
+    # Of several arguments, each is stated.
+    biased = replace(masked, not_compared=("bias",), not_compared_of="baseline")
+    assert [each.not_compared for each in _merged([plain, masked, biased])] == [(), ("mask",), ("bias",)]
+    assert _merged([biased])[0].not_compared_of == "baseline"
