@@ -67,12 +67,12 @@ class RoundingGroups:
             return first
         shown = first_of(self.groups, _MOST_SHOWN)
         several = len(self.groups) > 1
-        verb, are, compute = ("round", "they are", "they compute") if several else ("rounds", "it is", "it computes")
+        verb, are = ("round", "they are") if several else ("rounds", "it is")
         found = (
             f"{shown} {verb} differently: from equal inputs {are} never bit-equal, and the other {self.equal} groups "
             f"of {' and '.join(self.dtypes)} taps always are."
         )
-        how = f"{compute} in a different order or precision"
+        how = _computes(several)
         if weights:
             why = f"That may be because of weights that already differ: {first_of(weights)}."
         elif in_float32 is None:
@@ -112,12 +112,18 @@ def sentence_on_single_taps(frame: pd.DataFrame) -> str | None:
     if not found.groups:
         return None
     several = len(found.groups) > 1
-    verb, compute = ("are", "they compute") if several else ("is", "it computes")
     return (
-        f"{first_of(found.groups, _MOST_SHOWN)} {verb} not bit-equal from equal inputs, and the other {found.equal} "
-        f"taps of {' and '.join(found.dtypes)} are. So {compute} in a different order or precision, or with a mistake "
+        f"{first_of(found.groups, _MOST_SHOWN)} {'are' if several else 'is'} not bit-equal from equal inputs, and the "
+        f"other {found.equal} taps of {' and '.join(found.dtypes)} are. So {_computes(several)}, or with a mistake "
         "within the floor. A run in float32 shows only the mistake."
     )
+
+
+def _computes(several: bool) -> str:
+    # Equal inputs are those of the taps before: a projection may be right, and the attention before it not tapped.
+    if several:
+        return "they, or code before them that is not tapped, compute in a different order or precision"
+    return "it, or code before it that is not tapped, computes in a different order or precision"
 
 
 def taps_that_stand_out(frame: pd.DataFrame) -> str:

@@ -278,8 +278,8 @@ def test_groups_that_round_differently_are_named_with_their_effect(session: gl.S
     assert verdict.labels["layers.*.norm"] == "rounds differently"
     assert verdict.text.startswith(
         "layers.*.norm rounds differently: from equal inputs it is never bit-equal, and the other 4 groups of bfloat16 "
-        "taps always are. So it computes in a different order or precision, or with a mistake that is smaller than one "
-        "rounding. A run in float32 shows only the mistake.\n"
+        "taps always are. So it, or code before it that is not tapped, computes in a different order or precision, or "
+        "with a mistake that is smaller than one rounding. A run in float32 shows only the mistake.\n"
         "With the baseline's layers.*.norm the output logits is bit-equal; with the target's it is off by 0.0"
     )
     assert "in float32 for a closer look" not in verdict.text

@@ -59,7 +59,12 @@ def test_a_single_layer_that_is_never_bit_equal_is_named_by_its_tap() -> None:
     assert rounds_differently(frame, []).groups == ()
     said = sentence_on_single_taps(frame)
     assert said is not None
-    assert said.startswith("l.1.o is not bit-equal from equal inputs, and the other 5 taps of bfloat16 are. So it comp")
+    assert said.startswith(
+        "l.1.o is not bit-equal from equal inputs, and the other 5 taps of bfloat16 are. So it, or code before it that "
+        "is not tapped, computes in"
+    )
+    both = frame.assign(added=frame["added"].mask(frame["name"] == "l.2.o", 1e-3))
+    assert "So they, or code before them that is not tapped, compute in" in str(sentence_on_single_taps(both))
     assert sentence_on_single_taps(frame.assign(dtype="float32")) is None
     assert sentence_on_single_taps(frame.assign(added=0.0)) is None
 
@@ -81,10 +86,11 @@ def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
     one = RoundingGroups(("x",), 3, ("float16", "bfloat16"))
     assert one.sentences()[0].startswith(
         "x rounds differently: from equal inputs it is never bit-equal, and the other 3 groups of float16 and bfloat16 "
-        "taps always are. So it computes in"
+        "taps always are. So it, or code before it that is not tapped, computes in"
     )
     assert one.sentences(1.0)[0].endswith(
-        "so only the rounding differs: it computes in a different order or precision."
+        "so only the rounding differs: it, or code before it that is not tapped, computes in a different order or "
+        "precision."
     )
     assert "In float32 the sides agree" in one.sentences(1.0)[0]
     assert one.sentences(weights=["x.bias (rel_l2 0.01)"])[0].endswith(
