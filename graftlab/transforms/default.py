@@ -26,7 +26,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     """Pair by rank, or join and cut shards along the one dimension that differs.
 
     With S the senders' shape and T the receiver's: equal shapes take the sender with the receiver's rank (where the
-    counts differ: rank modulo senders, as for replicated values). Otherwise exactly one dimension may differ, and:
+    counts differ: rank modulo senders, as for replicated values), and so do shapes that differ only by dimensions of
+    length 1, such as a batch of one. Otherwise exactly one dimension may differ, and:
 
     - the senders' extents add up to T's: they are concatenated;
     - S's extent is T's times the receiving ranks: the receiver's slice is taken;
@@ -48,11 +49,13 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     complete = len(senders) == count
     partner = rank % count
     chosen = received[senders.index(partner)] if partner in senders else None
-    if all(tensor.shape == mine.shape for tensor in received):
+    if all(_long_dims(tensor) == _long_dims(mine) for tensor in received):
         if chosen is not None:
+            value, how = chosen.reshape(mine.shape), None if chosen.shape == mine.shape else SHORT_DIMS
             if count in (1, receivers):
-                return Outcome(chosen)
-            return _one_of(received, senders, partner, Outcome(chosen, f"sender {partner}"))
+                return Outcome(value, how)
+            taken = f"sender {partner}"
+            return _one_of(received, senders, partner, Outcome(value, taken if how is None else f"{taken}, {how}"))
         raise TransformError(
             f"the default transform takes rank {partner}'s tensor, which was not sent (senders {senders} of {count}). "
             f"If another rank's tensor will do, give the plan a transform: `{SIGNATURE}`"
@@ -76,6 +79,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     )
 
 
+SHORT_DIMS = "dims of length 1"
+"""``aligned_by`` of a tensor that differs in shape by these alone."""
 NO_REPLICAS = "the senders are not replicas"
 """In a note, or in an error where it would have been grafted."""
 DOES_NOT_FIT = "the default transform cannot make a tensor"
@@ -123,6 +128,10 @@ def nearly_equal(one: Tensor, other: Tensor) -> bool:
     finite = one[one.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=room, atol=room * largest, equal_nan=True)
+
+
+def _long_dims(tensor: Tensor) -> list[int]:
+    return [length for length in tensor.shape if length != 1]
 
 
 def _differing_dim(received: Sequence[torch.Tensor], mine: torch.Tensor) -> int | None:

@@ -65,6 +65,10 @@ FITS: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...], tuple[int, int], C
     "replicated, more receivers": ([(2, 3)] * 2, (2, 3), (2, 3), lambda r: r[0], "sender 0"),
     "0-d": ([(), ()], (), (1, 2), lambda r: r[1], None),
     "empty": ([(0, 3)] * 2, (0, 3), (1, 2), lambda r: r[1], None),
+    "a batch of one": ([(1, 2, 3)], (2, 3), (0, 1), lambda r: r[0][0], "dims of length 1"),
+    "dims of one among as many": ([(2, 3)] * 2, (2, 1, 3), (1, 2), lambda r: r[1][:, None], "dims of length 1"),
+    "replicated batches of one": ([(1, 3)] * 3, (3,), (1, 2), lambda r: r[1][0], "sender 1, dims of length 1"),
+    "two shards of one row": ([(1, 3)] * 2, (2, 3), (0, 1), lambda r: torch.cat(r), "concat dim=0"),
     "two shards to one": ([(2, 3)] * 2, (4, 3), (0, 1), lambda r: torch.cat(r, 0), "concat dim=0"),
     "two shards to every one of two": ([(2, 3)] * 2, (2, 6), (1, 2), lambda r: torch.cat(r, 1), "concat dim=1"),
     "uneven shards to one": ([(3, 3), (2, 3)], (5, 3), (0, 1), lambda r: torch.cat(r, 0), "concat dim=0"),
@@ -124,14 +128,14 @@ def test_senders_that_differ_by_rounding_are_noted_and_may_be_grafted() -> None:
 
 
 FITS_NOT: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...], tuple[int, int]]] = {
-    "another number of dimensions": ([(2, 3)], (2, 3, 1), (0, 1)),
+    "another number of dimensions": ([(2, 3)], (2, 3, 2), (0, 1)),
     "two dimensions differ": ([(8, 6)], (4, 3), (0, 2)),
     "no whole factor": ([(5, 3)], (2, 3), (0, 2)),
     "too few shards": ([(2, 3)] * 2, (6, 3), (0, 1)),
     "a factor, but not that of the ranks": ([(8, 3)], (2, 3), (0, 2)),
     "larger than the only sender's": ([(2, 3)], (4, 3), (0, 1)),
     "shards that differ in two dimensions": ([(2, 3), (2, 2)], (4, 3), (0, 1)),
-    "0-d to 1-d": ([()], (1,), (0, 1)),
+    "0-d to 1-d": ([()], (2,), (0, 1)),
     "nothing to something": ([(0, 3)], (2, 3), (0, 2)),
     "something to nothing": ([(2, 3)], (0, 3), (0, 2)),
     "transposed": ([(2, 3)], (3, 2), (0, 1)),
