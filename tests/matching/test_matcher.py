@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -1019,6 +1020,32 @@ def test_changed_values_of_a_weight_are_described() -> None:
     spoiled[2] = 5.0
     assert said(spoiled, sureness="rule", rel=0.9) == ["b differs from a in 5 of 30 elements: row 2"]
     assert said(x, sureness="rule", rel=0.0) == said(spoiled, sureness="exact", rel=0.9) == []
+    # Nearer than rounding of each element, but not equal.
+    assert said(x * (1 + 5e-7), rel=5e-7) == ["b is a up to rel_l2 5e-07 everywhere"]
+    one_row = x.clone()
+    one_row[1] *= 1 + 5e-7
+    assert said(one_row, rel=2e-7) == ["b is a up to rel_l2 2e-07 in 5 of 30 elements: row 1"]
+    for wrong in (math.nan, math.inf):
+        spoiled = x.clone()
+        spoiled[3, 2] = wrong
+        assert said(spoiled, sureness="rule", rel=math.inf) == ["b differs from a in 1 of 30 elements: row 3"]
+    # Beside values that differ by rounding, those that differ by more are named.
+    spoiled = x * (1 + 5e-7)
+    spoiled[4, 1] = 3.0
+    assert said(spoiled, sureness="rule", rel=0.3) == ["b differs from a in 1 of 30 elements: row 4"]
+
+
+def test_single_numbers_and_complex_weights_that_differ_are_described() -> None:
+    def said(one: Tensor, other: Tensor) -> list[str]:
+        pair = Pair("a", "b", sureness="guess", rel=0.5)
+        return _changed_values(pair, {"a": tap("a", one, 0)}, {"b": tap("b", other, 0)})
+
+    assert said(torch.tensor(1.0), torch.tensor(1.5)) == ["b differs from a: 1.5 in place of 1"]
+    assert said(torch.tensor([7]), torch.tensor([0])) == ["b differs from a: 0 in place of 7"]
+    turns = torch.polar(torch.ones(4, 3), values(4, 3, seed=1))
+    conjugated = turns.clone()
+    conjugated[1] = conjugated[1].conj()
+    assert said(turns, conjugated) == ["b differs from a in 3 of 12 elements: row 1"]
 
 
 def test_only_wider_values_of_a_whole_weight_may_have_been_rounded() -> None:
