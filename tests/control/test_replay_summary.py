@@ -15,7 +15,7 @@ import pytest
 import torch
 from kit.in_process import a_row
 
-from graftlab.control.replay import Replay, _with_skipped, replay
+from graftlab.control.replay import Replay, SkippedRequest, _with_skipped, replay
 from graftlab.errors import DumpError, RequestError
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -166,6 +166,12 @@ def test_differing_tokens_rank_before_any_numeric_difference() -> None:
 
     lines = [line("far", 0, True, 0.9), line("other", 1, False, 0.1), line("unknown", 2, None, 0.5)]
     assert _with_skipped(lines, [])["rid"].tolist() == ["other", "far", "unknown"]
+    # Behind them those that were measured, then those in which a tap diverges, in the order of the requests.
+    none = [line(f"n{n}", n, None, math.nan) for n in range(3)]
+    none[0]["first_divergent"] = none[1]["first_divergent"] = None
+    none += [line("bad", 7, True, math.inf), {**line("failed", 8, None, math.nan), "status": "failed"}]
+    skipped = SkippedRequest("skipped", 0, "lost")
+    assert _with_skipped(none, [skipped])["rid"].tolist() == ["failed", "bad", "n2", "n0", "n1", "skipped"]
 
 
 def test_a_replay_of_many_requests_is_shown_in_part() -> None:
