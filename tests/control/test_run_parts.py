@@ -122,7 +122,7 @@ def test_a_wait_ends_where_a_rank_cannot_be_stopped() -> None:
         run.wait()
 
 
-def test_rows_of_this_run_that_are_not_on_disk_are_an_error_though_its_results_are_there() -> None:
+def test_rows_of_this_run_that_are_not_on_disk_are_an_error_beside_its_results() -> None:
     since: list[int] = []
     run, state, ranks = run_of(count=lambda: 17, unwritten=lambda row: since.append(row) or "the disk is full")
     ends(state, ranks)
