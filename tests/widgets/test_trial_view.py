@@ -74,7 +74,7 @@ def test_a_duration_has_a_unit_of_its_size(seconds: float, text: str) -> None:
     assert view.duration(seconds) == text
 
 
-def test_the_transform_in_force_is_shown_with_where_it_applies_and_whether_the_draft_is_applied() -> None:
+def test_the_transform_in_force_is_shown_with_its_filter_and_an_edited_draft() -> None:
     spec = TransformSpec(
         "source", "def transform(graft_input):\n    return graft_input.target\n", where="name == '<x>'"
     )
