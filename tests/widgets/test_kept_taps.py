@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from kit.pages import Browser, Screen
+from kit.rows import row
 
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
+from graftlab.verdict.conclusion import conclude_from
+from graftlab.widgets import tap_explorer
 from graftlab.widgets.dashboard import VerdictView
 from graftlab.widgets.kept_taps import TapOption, concerns, default_option, kept_options, other_options
 from graftlab.widgets.panel import Panel
@@ -247,6 +250,41 @@ def test_a_pair_that_is_older_than_the_row_in_the_table_is_marked() -> None:
     assert "This pair is from step 3. The table shows step 4, but no pair of it is kept." in note(4, layer=3)
     # Of another tap, none is shown.
     assert note(4, layer=7) == ""
+
+
+def test_what_a_page_asks_of_a_tap_is_done_for_that_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    session = SimpleNamespace(plan=GraftPlan(keep="name == 'a'"), edit=lambda keep: said.append(keep) or "edited")
+    panel: Any = SimpleNamespace(session=session, in_background=lambda call, line: call(line))
+    panel.say_kept = lambda what, plan, rows: said.append((what, plan, rows()))
+    explorer: Any = TapExplorer.__new__(TapExplorer)
+    sent: list[Any] = []
+    shown = SimpleNamespace(value="")
+    explorer.__dict__.update(_panel=panel, _grafts=said.append, _noise_floor=None, _pair=shown)
+    explorer.__dict__.update(view=SimpleNamespace(send=sent.append), found=conclude_from([row("a"), row("<b>")]))
+    explorer.__dict__["follow"] = explorer.__dict__["show"] = lambda: said.append("looked")
+    explorer._take("graft", "<b>")
+    explorer._take("keep", "<b>")
+    explorer._take("keep", "a")
+    rows = explorer.found.rows
+    wanted = "name == 'a' or (name == '<b>')"
+    assert said == ["name == '<b>'", wanted, ("<b>", "edited", rows), ("a", session.plan, rows)]
+    said.clear()
+    explorer._take("floor", 1)
+    assert (explorer._noise_floor, said) == (1.0, ["looked", "looked"])
+    with pytest.raises(ValueError, match="there is no tap 'c'"):
+        explorer._take("graft", "c")
+
+    def pictures(session: Any, line: Any) -> Any:
+        assert "Waiting for target[0], which keeps the newest pair of &lt;b&gt; " in shown.value
+        raise SessionError("none of <b> is kept")
+
+    monkeypatch.setattr(tap_explorer, "figures_of_pair", pictures)
+    explorer._take("open", "<b>")
+    assert shown.value.startswith('<div class="bad">none of &lt;b&gt; is kept</div>')
+    assert sent == [{"what": "opened"}] * 2
+    explorer._take("chosen", "a")
+    assert shown.value == ""
 
 
 @pytest.mark.parametrize("floor", [None, 0, 0.5, 2])
