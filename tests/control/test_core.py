@@ -238,6 +238,22 @@ def test_a_run_is_sent_to_its_participants_and_continues_the_steps(runs: Runs, r
     assert (second.done, third.done) == (True, True)
 
 
+def test_each_report_counts_for_the_run_that_it_names(runs: Runs, ranks: list[TalkingRank]) -> None:
+    for number in range(2):
+        runs.begin({0: WORK}, PLAN)
+        settle(runs, ranks[:1], number, next_step=number)
+    newest = runs.begin({0: WORK}, PLAN)
+    runs.note_output(Output("printed"), ranks[0].rank)
+    runs.remark("a remark")
+    states = runs._states
+    assert [len(state.output) for state in states] == [0, 0, 1]
+    assert [state.remarks for state in states] == [[], [], ["a remark"]]
+    assert runs.busy
+    settle(runs, ranks[:1], 2, next_step=9)
+    assert newest.done
+    assert not runs.busy
+
+
 def test_a_second_run_during_a_run_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
     runs.begin({0: WORK}, PLAN)
     with pytest.raises(SessionBusyError, match="run 0 is still running"):

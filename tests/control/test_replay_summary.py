@@ -144,6 +144,23 @@ def test_each_side_is_compared_with_what_was_recorded(tmp_path: Path) -> None:
     assert table["target_as_recorded"].to_dict() == {"known": False, "unknown": None}
 
 
+def test_a_request_that_was_not_kept_whole_is_skipped_unless_its_attributes_were(tmp_path: Path) -> None:
+    dropped = [
+        {"where": "requests[1].request['x']", "reason": "too large"},
+        {"where": "the key of requests[2].request", "reason": "no text"},
+        {"where": "requests[3].request", "reason": "kept by its attributes: it is an object"},
+        {"where": "requests[0].response", "reason": "too large"},
+    ]
+    requests = [recorded(f"r{n}", n) for n in range(4)]
+    content = {"server_args": None, "requests": requests, "launch_command": "", "dropped": dropped}
+    (tmp_path / "dump.pkl").write_bytes(pickle.dumps(content))
+    session: Any = Session()
+    found = replay(session, tmp_path / "dump.pkl", each(sum), each(sum))
+    assert found.summary["status"].tolist() == ["replayed", "replayed", "skipped", "skipped"]
+    assert [(skipped.rid, skipped.index) for skipped in found.skipped] == [("r1", 1), ("r2", 2)]
+    assert found.skipped[0].reason == "requests[1].request['x'] was not kept when it was recorded: too large"
+
+
 def test_a_batch_in_which_a_function_raises_fails_alone_and_comes_first(tmp_path: Path) -> None:
     def picky(requests: list[Any]) -> list[Any]:
         if requests[0]["input_ids"] == [2]:

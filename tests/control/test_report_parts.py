@@ -20,6 +20,7 @@ from kit.rows import row
 
 from graftlab.control import report
 from graftlab.errors import SessionError
+from graftlab.plan.plan import GraftPlan
 from graftlab.rows.store import to_frame
 
 
@@ -44,6 +45,19 @@ def test_of_much_code_the_newest_pieces_are_shown(monkeypatch: pytest.MonkeyPatc
     assert text.count("<pre>") == report._CODE
     assert "left out" not in report._code(runs[2:])
     assert report._code([]) == ""
+
+
+def test_a_plan_of_a_report_has_its_filters_renames_and_transforms() -> None:
+    source = "def transform(graft_input):\n    return graft_input.target  # <x>\n"
+    text = report._plan(GraftPlan(b2t="name == '<h>'", rename={"target": {"a": "b"}}, transform=source, version=3))  # type: ignore[arg-type]
+    assert "<h2>Plan 3</h2>" in text
+    cells = dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", text))
+    assert cells["b2t"] == "name == &#x27;&lt;h&gt;&#x27;"
+    assert cells["t2b"] == cells["keep"] == "(matches nothing)"
+    assert cells["rename"] == "target: a → b"
+    assert cells["transform"] == "see below"
+    assert "# &lt;x&gt;" in text
+    assert ">the default</td>" in report._plan(GraftPlan())
 
 
 def test_the_environment_has_every_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

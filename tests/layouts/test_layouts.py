@@ -417,6 +417,8 @@ def test_lengths_that_are_not_the_tensors_are_refused() -> None:
         packed.local(torch.zeros(8), lengths=[5, 3][::-1])
     with pytest.raises(LayoutError, match=r"lengths \[1, 1\] add up to 2, not to \[3\]'s rows"):
         parse_layout("unpack()").local(torch.zeros(3), lengths=[1, 1])
+    with pytest.raises(LayoutError, match=r"pack\(\): 2 sequences of up to 5 tokens need a tensor .* not \[2, 4\]"):
+        parse_layout("pack()").local(torch.zeros(2, 4), lengths=[5, 3])
     with pytest.raises(LayoutError, match=r"pack\(\): 0 sequences of up to 0 tokens need a tensor"):
         parse_layout("pack()").local(torch.zeros(2, 4), lengths=[])
     with pytest.raises(LayoutError, match=r"unpack\(to=2\): the longest sequence has 3 tokens"):
@@ -512,6 +514,10 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
     assert [step.leaves_out for step in layout.steps] == ["3 of 8 rows"]
     assert layout.lacks
+    numbers = [1, 2, -1, -1, 0, 3]
+    # Rows that follow each other are one run, and so are those that lack.
+    assert Gather.of_rows((4,), numbers, (6,)).runs == ((1, 2), (-1, 2), (0, 1), (3, 1))
+    assert Gather.of_rows((4,), numbers, (6,)).rows.tolist() == numbers
     assert not parse_layout("gather(of=[4], runs=[[2, 2], [0, 2]], into=[4])").lacks
     joined = layout.join([rows])
     assert joined.known is not None

@@ -55,6 +55,11 @@ WRITTEN = [
 ]
 
 
+def test_a_bar_inside_quotes_separates_no_steps() -> None:
+    layout = parse_layout("rows(of='a|b', into=\"c | d\") | scale(factor=2.0)")
+    assert layout.text == "rows(of='a|b', into='c | d') | scale(factor=2.0)"
+
+
 @pytest.mark.parametrize("text", WRITTEN)
 def test_a_layout_is_written_as_it_is_read(text: str) -> None:
     assert parse_layout(text).text == text

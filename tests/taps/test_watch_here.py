@@ -236,3 +236,21 @@ def test_another_tensor_in_the_place_of_a_deleted_one_has_another_number() -> No
     del gone
     inputs._tensors[id(other)] = weakref.ref(torch.ones(1)), 8
     assert inputs._number(other) == 4
+
+
+def test_the_gradients_of_watched_modules_are_taps_with_their_tags(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.ones(1, 4)
+    recorder.grafts["1 grad"] = torch.zeros_like
+    with gl.watch(model, grads=True), gl.tags(phase="train"):
+        model(x).sum().backward()
+    assert recorder.names == ["0", "1", "output", "output grad", "1 grad", "0 grad"]
+    assert recorder.tags["0 grad"] == {"phase": "train", "kind": "grad"}
+    # A graft into a gradient flows on.
+    weight = model[0].weight
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
+    recorder.shown.clear()
+    with gl.watch(model):
+        model(x).sum().backward()
+    assert recorder.names == ["0", "1", "output"]
