@@ -244,7 +244,7 @@ def test_the_gradients_of_watched_modules_are_taps_with_their_tags(recorder: Rec
     recorder.grafts["1 grad"] = torch.zeros_like
     with gl.watch(model, grads=True), gl.tags(phase="train"):
         model(x).sum().backward()
-    assert recorder.names == ["0", "1", "output", "output grad", "1 grad", "0 grad"]
+    assert recorder.names == ["0", "1", "output", "1 grad", "output grad", "0 grad"]
     assert recorder.tags["0 grad"] == {"phase": "train", "kind": "grad"}
     # A graft into a gradient flows on.
     weight = model[0].weight
