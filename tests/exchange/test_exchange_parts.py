@@ -299,7 +299,7 @@ def test_all_ranks_are_gone_once_each_was_lost_or_hung_up() -> None:
     assert (first.channel.closed, closed) == (True, ["arena"])
 
 
-def test_of_a_machine_that_shares_no_memory_a_tensor_arrives_with_its_frame_or_is_refused() -> None:
+def test_a_tensor_of_another_machine_arrives_with_its_frame_or_is_refused() -> None:
     peers, (peer,) = peers_of(a=RankStatus())
     key = TapKey(4, "h", (), "original", 0)
     published = PublishFrame(key, 1, "float32", (2,), 8, None, None)

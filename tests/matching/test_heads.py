@@ -57,6 +57,9 @@ def test_a_transposition_of_whole_heads_has_two_extents(order: list[int], extent
         # Fewer heads of keys, in the same order.
         *((PLAIN[:4], PLAIN, True), (IN_TWOS[:4], IN_TWOS, True), (IN_FOURS[:4], IN_FOURS, True)),
         *((PLAIN, IN_FOURS, False), (IN_TWOS, IN_FOURS, False), (PLAIN[:4], IN_FOURS, False)),
+        # Heads of one size, each in another order.
+        (IN_FOURS, [3, 1, 2, 0, 7, 5, 6, 4], False),
+        ([0, 2, 3, 1], TURNED, True),
         # One head of keys in another order.
         ([1, 0, 2, 3], IN_FOURS, False),
         # Whole heads in another order fit where one of two extents is the same, and the parameters differ in size.
