@@ -19,7 +19,15 @@ from graftlab.matching.contradictions import (
     other_roles,
     uncovered,
 )
-from graftlab.matching.mistakes import _odd_biases, _odd_kernels, _odd_transpositions
+from graftlab.matching.mistakes import (
+    _held_twice,
+    _odd_biases,
+    _odd_kernels,
+    _odd_transpositions,
+    _other_kinds,
+    mistakes_of,
+    notices_of,
+)
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
 
@@ -151,6 +159,69 @@ def test_a_kernel_whose_equal_dims_are_exchanged_alone_is_named() -> None:
     assert kernels(8, 8, 3, 3, turned=2) == []
     assert kernels(8, 8, 3, 3, turned=2, count=6) == ["4.w", "5.w"]
     assert kernels(8, 8, 3, 3, turned=0) == []
+
+
+def items(*names: str, shape: tuple[int, ...] = (4, 4)) -> dict[str, RecordedTap]:
+    return {name: RecordedTap.of(name, torch.randn(shape)) for name in names}
+
+
+def test_a_parameter_with_the_values_of_another_kind_is_named() -> None:
+    def named(*pairs: Pair) -> list[str]:
+        return [each.text for each in _other_kinds(pairs)]
+
+    assert named(pair("a.bias", "b.weight")) == [
+        "b.weight is the weight by its name but has the values of a.bias, which is the bias"
+    ]
+    assert named(pair("a.weight", "b.weight"), pair("a.gamma", "b.weight"), pair("a.table", "b.weight")) == []
+
+
+def test_values_that_two_parameters_have_are_named_where_one_of_that_shape_is_lacking() -> None:
+    twice = [pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w")]
+    (found,) = _held_twice(twice, items("0.q.w", "1.q.w"))
+    assert found.tap == "h.1.q.w"
+    assert found.text == "h.1.q.w has the values of 0.q.w, as h.0.q.w does; the target lacks the baseline's 1.q.w"
+    assert _held_twice(twice[:1], items("0.q.w", "1.q.w")) == []
+    assert _held_twice([*twice, pair("1.q.w", "x")], items("0.q.w", "1.q.w")) == []
+    # One of another shape is not what is lacking, nor do two parts of one whole have the same values.
+    assert _held_twice(twice, {**items("0.q.w"), **items("1.q.w", shape=(4, 5))}) == []
+    halves = [pair("0.qk", f"h.{n}.w", f"part(index={n}, of=[1, 1], dim=0)") for n in (0, 1)]
+    assert _held_twice(halves, items("0.qk", "1.q.w")) == []
+
+
+def test_what_may_be_intended_is_a_notice() -> None:
+    turned = "rearrange('(h i two) d -> (h two i) d', i=2, two=2)"
+    first, second = (f"part(index={n}, of=[1, 1], dim=0, groups=2)" for n in (0, 1))
+    given = items("a", "b", "qk", "half")
+    assert notices_of([pair("a", "x", TURNED), pair("b", "y")], given) == []
+    (said,) = notices_of([pair("a", "x", turned)], given)
+    assert said.startswith(f"x is a with its rows or columns in a different order ({turned}): correct if")
+    (said,) = notices_of([pair("qk", "q", first), pair("qk", "k", second)], given)
+    assert said.startswith("qk has q, k side by side in each of 2 groups of heads, not one after the other: ")
+    (said,) = notices_of([pair("half", "x", "part(index=0, of=[1, 1], dim=0)")], given)
+    assert said == "half is only partly used: the target lacks 2 of 4 rows, 2 to 3, of it"
+    # Of a target that is the whole, nothing is left out.
+    assert notices_of([pair("x", "half", "part(index=0, of=[1, 1], dim=0)", whole="target")], given) == []
+
+
+def test_the_mistakes_of_a_conversion_are_in_the_order_of_the_targets_parameters() -> None:
+    baseline = items("0.q.w", "1.q.w", "k.w") | items("a", "b", shape=(4, 3))
+    target = {"lost": RecordedTap.of("lost", torch.zeros(4, 4)), **items("qkv", shape=(8, 4))}
+    target |= items("h.0.q.w", "h.1.q.w") | items("x", "b.y", shape=(4, 3))
+    pairs = [
+        *(pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w"), pair("a", "x"), pair("a", "b.y")),
+        pair("k.w", "qkv", "part(index=0, of=[1, 1], dim=0)", whole="target"),
+    ]
+    # What is named as misplaced is not also named as held twice.
+    assert mistakes_of(pairs, baseline, target) == [
+        "lost has no partner: all its values are 0, as if it had not been loaded",
+        "qkv contains k.w; the baseline has no values for 4 of 8 rows, 4 to 7, of it",
+        *(
+            f"h.{n}.q.w has the values of 0.q.w, which is in layer 0; the layers are in a different order than the "
+            "baseline's"
+            for n in (0, 1)
+        ),
+        "b.y has the values of a, as x does; the target lacks the baseline's b",
+    ]
 
 
 def test_a_square_matrix_is_named_where_all_others_are_the_other_way_round() -> None:
