@@ -175,7 +175,7 @@ def test_a_parameter_with_the_values_of_another_kind_is_named() -> None:
     assert named(pair("a.weight", "b.weight"), pair("a.gamma", "b.weight"), pair("a.table", "b.weight")) == []
 
 
-def test_values_that_two_parameters_have_are_named_where_one_of_that_shape_is_lacking() -> None:
+def test_values_held_twice_are_named_where_one_of_that_shape_is_lacking() -> None:
     twice = [pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w")]
     (found,) = _held_twice(twice, items("0.q.w", "1.q.w"))
     assert found.tap == "h.1.q.w"
@@ -203,7 +203,7 @@ def test_what_may_be_intended_is_a_notice() -> None:
     assert notices_of([pair("x", "half", "part(index=0, of=[1, 1], dim=0)", whole="target")], given) == []
 
 
-def test_the_mistakes_of_a_conversion_are_in_the_order_of_the_targets_parameters() -> None:
+def test_mistakes_of_a_conversion_are_in_the_order_of_the_parameters() -> None:
     baseline = items("0.q.w", "1.q.w", "k.w") | items("a", "b", shape=(4, 3))
     target = {"lost": RecordedTap.of("lost", torch.zeros(4, 4)), **items("qkv", shape=(8, 4))}
     target |= items("h.0.q.w", "h.1.q.w") | items("x", "b.y", shape=(4, 3))

@@ -939,7 +939,7 @@ def test_layouts_of_a_later_call_are_taken_for_the_taps_that_need_them() -> None
     ]
 
 
-def test_pairs_that_look_alike_are_told_apart_in_a_run_without_them() -> None:
+def test_pairs_that_look_alike_are_distinguished_in_a_run_without_them() -> None:
     own = values(8, 8, seed=1)
     near, far = own + 1e-4 * values(8, 8, seed=2), own + 3e-3 * values(8, 8, seed=3)
 
