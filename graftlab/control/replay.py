@@ -284,7 +284,8 @@ def _sort_key(line: dict[str, Any]) -> tuple[Any, ...]:
         {"failed": 0, "replayed": 1, "skipped": 2}[line["status"]],
         line.get("same_tokens") is not False,
         math.isnan(difference),
-        -difference,
+        # NaN is in no order.
+        0.0 if math.isnan(difference) else -difference,
         line.get("first_divergent") is None,
         line["index"],
     )

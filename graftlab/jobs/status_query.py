@@ -23,6 +23,7 @@ from graftlab.jobs.handshake import (
 )
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.rows.newest import LiveTaps
+from graftlab.verdict.conclusion import difference_of
 from graftlab.verdict.facts import tap_name
 
 # Seconds to wait for the answer, since ranks may be slow to send their stacks.
@@ -83,11 +84,12 @@ def answer_status_query(session: SessionCore, taps: LiveTaps, *, stacks: bool) -
     for rank, line in zip(ranks, session.status().to_dict("records"), strict=True):
         named = {str(name): "" if value is None or value is pd.NA else str(value) for name, value in line.items()}
         reports.append(RankReport(rank.label, named, code.get(rank.label, "")))
-    rows = [row for row in taps.look() if row.rel_l2 is not None]
-    rows.sort(key=lambda row: row.rel_l2 or 0.0, reverse=True)
+    # Infinite where values that are not finite differ.
+    apart = [(row, difference) for row in taps.look() if (difference := difference_of(row)) >= 0]
+    apart.sort(key=lambda each: each[1], reverse=True)
     furthest = [
-        TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, row.rel_l2)
-        for row in rows[:_TAPS]
+        TapReport(tap_name(row.name, row.tags), row.tags.get("step"), f"{row.side}[{row.rank}]", row.status, difference)
+        for row, difference in apart[:_TAPS]
     ]
     return StatusReply(repr(session), session.row_count, taps.behind, reports, furthest)
 

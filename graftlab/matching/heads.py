@@ -149,7 +149,8 @@ def _agree(one: _Heads, other: _Heads) -> bool:
     mine, theirs = _strides(few.order), _strides(many.order)
     if mine is None or theirs is None:
         return True
-    return len(few.order) < len(many.order) and any(a == b for a, b in zip(mine, theirs, strict=True))
+    # Of one length they would be the same order, which repeats itself.
+    return any(a == b for a, b in zip(mine, theirs, strict=True))
 
 
 def _repeated(order: Order, length: int) -> Order:

@@ -318,17 +318,23 @@ def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
     """The rows that differ, if not all do."""
     if one.value is None or other.value is None:
         return ""
+    wide = torch.complex128 if one.dtype.is_complex or other.dtype.is_complex else torch.float64
     try:
-        taken = pair.layout.local(one.value.detach()).double()
+        taken = pair.layout.local(one.value.detach()).to(wide)
     except LayoutError:
         return ""
-    mine = other.value.detach().double()
+    mine = other.value.detach().to(wide)
     if taken.shape != mine.shape:
         return ""
-    differs = (taken - mine).abs() > 1e-6 * taken.abs()
-    rows = np.flatnonzero(differs.reshape(differs.shape[0], -1).any(dim=1).numpy())
+    if mine.numel() == 1:
+        return f": {mine.item():g} in place of {taken.item():g}"
     if other.sketch.constant and other.flat is not None:
         return f": all its values are {other.flat[0]:g}, as if it had not been loaded"
+    differs = ~torch.isclose(mine, taken, rtol=1e-6, atol=0.0, equal_nan=True)
+    if not differs.any():
+        # Everything that differs does so by less.
+        differs = mine != taken
+    rows = np.flatnonzero(differs.reshape(differs.shape[0], -1).any(dim=1).numpy())
     count = int(differs.sum())
     if len(rows) == differs.shape[0] and count == differs.numel():
         return f" everywhere, by rel_l2 {pair.rel:.2g}"

@@ -41,8 +41,10 @@ class _TagBlock:
     """
 
     given: TagItems
+    generator: FrameType | None
+    """The frame of the generator that opened it, if one did."""
     frame: FrameType | None
-    """The frame of the generator that opened it, where it holds only while that runs."""
+    """The same, where it holds only while that runs."""
     base: TagItems
     outside: TagItems
     shown_outside: tuple[_TagBlock, ...]
@@ -297,7 +299,7 @@ class tags:
                 assert _traced is not None
                 _traced.open_tags(self._given)
                 return self
-            _enter(tuple(self._given.items()), _generator_frame(sys._getframe(1)))
+            _enter(tuple(self._given.items()), sys._getframe(1))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -351,22 +353,24 @@ class tags:
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
-def _generator_frame(frame: FrameType) -> FrameType | None:
-    """The frame, if it is a generator's that its caller uses as one.
-
-    One that contextlib makes a context manager opens its tags for the caller.
-    """
-    if not frame.f_code.co_flags & _GENERATORS:
-        return None
-    caller = frame.f_back
-    return None if caller is not None and caller.f_globals.get("__name__") == "contextlib" else frame
+def _generator_of(frame: FrameType) -> FrameType | None:
+    """The frame, if it is a generator's."""
+    return frame if frame.f_code.co_flags & _GENERATORS else None
 
 
-def _enter(given: TagItems, frame: FrameType | None) -> None:
+def _is_for_its_caller(generator: FrameType) -> bool:
+    """Whether contextlib makes this generator a context manager, which opens its tags for the caller."""
+    caller = generator.f_back
+    return caller is not None and caller.f_globals.get("__name__") == "contextlib"
+
+
+def _enter(given: TagItems, opener: FrameType) -> None:
     if _in_generators:
         _leave_out_suspended()
     before, blocks = ambient.get(), _blocks.get()
-    block = _TagBlock(given, frame, blocks[0].base if blocks else before, before, _shown_blocks.get())
+    generator = _generator_of(opener)
+    frame = None if generator is None or _is_for_its_caller(generator) else generator
+    block = _TagBlock(given, generator, frame, blocks[0].base if blocks else before, before, _shown_blocks.get())
     if frame is not None:
         _in_generators.add(block)
     _blocks.set((*blocks, block))
@@ -374,15 +378,16 @@ def _enter(given: TagItems, frame: FrameType | None) -> None:
     ambient.set(tuple({**dict(before), **dict(given)}.items()))
 
 
-def _exit(frame: FrameType) -> None:
-    """Close the newest block that this frame of a generator opened, or else the newest of no generator."""
-    blocks = _blocks.get()
-    opened = [place for place, block in enumerate(blocks) if block.frame is frame]
-    others = [place for place, block in enumerate(blocks) if block.frame is None]
-    if not (opened or others):
-        return  # a generator that was begun in one thread and ends in another
+def _exit(closer: FrameType) -> None:
+    """Close the newest block that this generator opened, or the newest of no generator."""
+    blocks, generator = _blocks.get(), _generator_of(closer)
+    opened = [place for place, block in enumerate(blocks) if block.generator is generator]
+    if not opened:
+        # A generator that was begun in one thread and ends in another, whose blocks are others.
+        _in_generators.difference_update([block for block in _in_generators if block.generator is generator])
+        return
     # A generator may outlive blocks that were opened after its own.
-    place = (opened or others)[-1]
+    place = opened[-1]
     block = blocks[place]
     _blocks.set((*blocks[:place], *blocks[place + 1 :]))
     _in_generators.discard(block)

@@ -98,7 +98,7 @@ def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[Tap
         if tap.recompute_status == "recompute":
             shown.append("recompute")
         # The history may be older than this row.
-        worst = max(history.worst.get(key, -math.inf), _difference(row))
+        worst = max(history.worst.get(key, -math.inf), difference_of(row))
         found.append(
             TapSummary(row, " ".join(shown), _badness(row), worst if worst >= 0 else None, history.since.get(key))
         )
@@ -273,7 +273,7 @@ def _key(row: Row) -> _Key:
     return (row.direction, identity(row.tags))
 
 
-def _difference(row: Row) -> float:
+def difference_of(row: Row) -> float:
     """The difference between the sides in this row; -inf if it was not measured."""
     if row.status not in MEASURED:
         return -math.inf

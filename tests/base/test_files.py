@@ -45,6 +45,16 @@ def test_a_file_in_a_folder_of_the_folder_is_read(tmp_path: Path) -> None:
     assert refused.value.errno == errno.EFBIG
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "inner/rows", "../rows", "/rows", "rows\0"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_no_name_leads_out_of_the_folder(name: str, is_folder: bool, tmp_path: Path) -> None:
+    (tmp_path / "inner" / "inner").mkdir(parents=True)
+    for place in (tmp_path, tmp_path / "inner", tmp_path / "inner" / "inner"):
+        (place / "rows").write_bytes(b"")
+    with pytest.raises(OSError, match="is not the name of a file in the folder"):
+        read_all(tmp_path / "inner", *([name, "rows"] if is_folder else [name]))
+
+
 def test_folders_and_what_is_refused_are_closed_again(tmp_path: Path, left_open: set[int]) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "rows").write_bytes(b"")

@@ -172,6 +172,9 @@ def test_adopted_has_the_step_from_which_each_rank_uses_a_plan(ranks: list[Talki
     assert plans.adopted(1) == {"baseline[0]": 4, "target[1]": 5}
     plans.adopted(1).clear()
     assert len(plans.adopted(1)) == 2, "another thread notes more, so the caller has a copy"
+    plans.publish(PLAN)
+    plans.publish_again()
+    assert plans.adopted(1) == plans.adopted(2) == {}, "the ranks that used them are gone"
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -
         taps.note(TapSeen({"name": name, "step": 0, "side": side, "rank": 0}), rank.rank)
     listed = [(t["name"], t["baseline_name"], t["target_name"]) for t in taps.all(GraftPlan(pairs=[("a", "b")]))]
     assert listed == [("a", "a", "b"), ("a (target only)", None, "a")]
+    # Under the names of a later plan, each once.
+    assert [t["name"] for t in taps.all(GraftPlan())] == ["a", "b"]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -231,6 +236,22 @@ def test_a_run_is_sent_to_its_participants_and_continues_the_steps(runs: Runs, r
     third = runs.begin({2: WORK}, PLAN)
     settle(runs, [ranks[2]], 2, next_step=9)
     assert (second.done, third.done) == (True, True)
+
+
+def test_each_report_counts_for_the_run_that_it_names(runs: Runs, ranks: list[TalkingRank]) -> None:
+    for number in range(2):
+        runs.begin({0: WORK}, PLAN)
+        settle(runs, ranks[:1], number, next_step=number)
+    newest = runs.begin({0: WORK}, PLAN)
+    runs.note_output(Output("printed"), ranks[0].rank)
+    runs.remark("a remark")
+    states = runs._states
+    assert [len(state.output) for state in states] == [0, 0, 1]
+    assert [state.remarks for state in states] == [[], [], ["a remark"]]
+    assert runs.busy
+    settle(runs, ranks[:1], 2, next_step=9)
+    assert newest.done
+    assert not runs.busy
 
 
 def test_a_second_run_during_a_run_is_refused(runs: Runs, ranks: list[TalkingRank]) -> None:
@@ -340,6 +361,17 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_is(
     said = r"target\[0\] did not answer within 0.02 s \(computing .* of step 3\); session.stacks\(\) shows"
     with pytest.raises(SessionError, match=said):
         Queries(0.02).ask(ranks[1].rank, AskKeptTags(False), KeptTags)
+    # A stack is small, so the session's timeout does not apply to it, nor is a look at stacks any help.
+    with pytest.raises(SessionError, match=r"did not answer within 0.01 s \(computing [^;]*$"):
+        Queries(3600.0).ask(ranks[1].rank, AskStacks(), Stacks)
+
+
+def test_a_wait_that_ends_while_others_are_ended_is_no_error() -> None:
+    queries, rank, told = Queries(60.0), MagicMock(), []
+    answered: Any = MagicMock(put=lambda answer: told.append(answer) or queries._answers.pop(2, None))
+    queries._answers.update({1: (rank, answered), 2: (MagicMock(), answered)})
+    queries.note_gone(rank)
+    assert len(told) == 1
 
 
 # ---- kept pairs -----------------------------------------------------------------------------------------------------
@@ -403,6 +435,10 @@ def test_an_older_pair_is_not_returned_if_a_newer_one_was_dropped(
     assert pairs.pair("y", None, {}) == "y of step 3"
     older = PairsOnRanks(processes(ranks), Shelf(kept, {"baseline[0]": [tags("x", 2)]}))
     assert older.pair("x", None, {}) == "step 3"
+    # Of two that hold one, the newest counts.
+    two = {**kept, "target[1]": [(tags("x", 5), "step 5")]}
+    between = PairsOnRanks(processes(ranks), Shelf(two, {"baseline[0]": [tags("x", 4)]}))
+    assert between.pair("x", None, {}) == "step 5"
 
 
 def test_an_input_whose_transform_failed_is_only_for_trying_drafts(ranks: list[TalkingRank]) -> None:

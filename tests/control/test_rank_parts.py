@@ -33,7 +33,7 @@ class Ranks:
             for place in Place("baseline", 0, 1, 2).everyone()
         ]
         self.state = RunState(1, self.ranks)
-        self.runs: list[Any] = [self.state]
+        self.runs: list[Any] = [RunState(0, []), self.state]
         self.options = SimpleNamespace(timeout=60.0)
         self.lost_groups = {"target": "killed"}
         self.interrupts = 0
@@ -143,7 +143,7 @@ def test_the_stack_of_a_rank_that_cannot_answer_is_written_by_its_signal_handler
 
     def write(number: int) -> None:
         signals.append(number)
-        file.write_text(file.read_text() + "of now\n")
+        file.write_bytes(file.read_bytes() + b"of now\xff\n")
 
     rank: Any = SimpleNamespace(label="target[0]", pid=77, stacks_file=None, signal=write, join=lambda seconds: False)
     asking: Any = Queries(0.0)
@@ -151,7 +151,7 @@ def test_the_stack_of_a_rank_that_cannot_answer_is_written_by_its_signal_handler
     assert asking.stack_of(rank).startswith("it did not answer; `py-spy dump --pid 77` shows")
     assert signals == []
     rank.stacks_file = file
-    assert asking.stack_of(rank) == "of now\n"
+    assert asking.stack_of(rank) == "of now\ufffd\n"
     assert len(signals) == 1
     rank.signal = signals.append
     assert asking.stack_of(rank) == "target[0] did not answer within 0 s"

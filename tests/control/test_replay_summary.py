@@ -15,7 +15,7 @@ import pytest
 import torch
 from kit.in_process import a_row
 
-from graftlab.control.replay import Replay, _with_skipped, replay
+from graftlab.control.replay import Replay, SkippedRequest, _with_skipped, replay
 from graftlab.errors import DumpError, RequestError
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
@@ -144,6 +144,23 @@ def test_each_side_is_compared_with_what_was_recorded(tmp_path: Path) -> None:
     assert table["target_as_recorded"].to_dict() == {"known": False, "unknown": None}
 
 
+def test_a_request_that_was_not_kept_whole_is_skipped_unless_its_attributes_were(tmp_path: Path) -> None:
+    dropped = [
+        {"where": "requests[1].request['x']", "reason": "too large"},
+        {"where": "the key of requests[2].request", "reason": "no text"},
+        {"where": "requests[3].request", "reason": "kept by its attributes: it is an object"},
+        {"where": "requests[0].response", "reason": "too large"},
+    ]
+    requests = [recorded(f"r{n}", n) for n in range(4)]
+    content = {"server_args": None, "requests": requests, "launch_command": "", "dropped": dropped}
+    (tmp_path / "dump.pkl").write_bytes(pickle.dumps(content))
+    session: Any = Session()
+    found = replay(session, tmp_path / "dump.pkl", each(sum), each(sum))
+    assert found.summary["status"].tolist() == ["replayed", "replayed", "skipped", "skipped"]
+    assert [(skipped.rid, skipped.index) for skipped in found.skipped] == [("r1", 1), ("r2", 2)]
+    assert found.skipped[0].reason == "requests[1].request['x'] was not kept when it was recorded: too large"
+
+
 def test_a_batch_in_which_a_function_raises_fails_alone_and_comes_first(tmp_path: Path) -> None:
     def picky(requests: list[Any]) -> list[Any]:
         if requests[0]["input_ids"] == [2]:
@@ -166,6 +183,12 @@ def test_differing_tokens_rank_before_any_numeric_difference() -> None:
 
     lines = [line("far", 0, True, 0.9), line("other", 1, False, 0.1), line("unknown", 2, None, 0.5)]
     assert _with_skipped(lines, [])["rid"].tolist() == ["other", "far", "unknown"]
+    # Behind them those that were measured, then those in which a tap diverges, in the order of the requests.
+    none = [line(f"n{n}", n, None, math.nan) for n in range(3)]
+    none[0]["first_divergent"] = none[1]["first_divergent"] = None
+    none += [line("bad", 7, True, math.inf), {**line("failed", 8, None, math.nan), "status": "failed"}]
+    skipped = SkippedRequest("skipped", 0, "lost")
+    assert _with_skipped(none, [skipped])["rid"].tolist() == ["failed", "bad", "n2", "n0", "n1", "skipped"]
 
 
 def test_a_replay_of_many_requests_is_shown_in_part() -> None:

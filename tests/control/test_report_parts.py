@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import platform
 import re
 import resource
 import stat
@@ -12,11 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 from kit.rows import row
 
 from graftlab.control import report
 from graftlab.errors import SessionError
+from graftlab.plan.plan import GraftPlan
 from graftlab.rows.store import to_frame
 
 
@@ -29,6 +33,71 @@ def test_code_that_ran_twice_stands_under_its_first_run(monkeypatch: pytest.Monk
         "run 0, target",
         "run 1, target",
     ]
+
+
+def test_of_much_code_the_newest_pieces_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "state_of", lambda run: run)
+    monkeypatch.setattr(report, "source_of", lambda code: code)
+    runs: Any = [SimpleNamespace(number=n, code={"target": f"piece {n}\n"}) for n in range(report._CODE + 2)]
+    text = report._code(runs)
+    assert "<p>2 earlier pieces are left out</p>" in text
+    assert "piece 1\n" not in text
+    assert text.count("<pre>") == report._CODE
+    assert "left out" not in report._code(runs[2:])
+    assert report._code([]) == ""
+
+
+def test_a_plan_of_a_report_has_its_filters_renames_and_transforms() -> None:
+    source = "def transform(graft_input):\n    return graft_input.target  # <x>\n"
+    text = report._plan(GraftPlan(b2t="name == '<h>'", rename={"target": {"a": "b"}}, transform=source, version=3))  # type: ignore[arg-type]
+    assert "<h2>Plan 3</h2>" in text
+    cells = dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", text))
+    assert cells["b2t"] == "name == &#x27;&lt;h&gt;&#x27;"
+    assert cells["t2b"] == cells["keep"] == "(matches nothing)"
+    assert cells["rename"] == "target: a → b"
+    assert cells["transform"] == "see below"
+    assert "# &lt;x&gt;" in text
+    assert ">the default</td>" in report._plan(GraftPlan())
+
+
+def test_the_environment_has_every_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package == "triton":
+            raise report.metadata.PackageNotFoundError(package)
+        return f"version of {package}"
+
+    monkeypatch.setattr(report.metadata, "version", version)
+    options = SimpleNamespace(baseline=1, target=2, device="cpu", backend="gloo", timeout=60.0, start_method="spawn")
+    ranks = [SimpleNamespace(label="target[0]", assignment=SimpleNamespace(device="cuda:3"))]
+    text = report._environment(SimpleNamespace(options=options, ranks=ranks))  # type: ignore[arg-type]
+    found = dict(re.findall(r"<td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", text))
+    assert found["Python"] == platform.python_version()
+    assert found["torch"] == torch.__version__
+    assert found["numpy"] == "version of numpy"
+    assert "triton" not in found
+    assert found["target[0]"] == "cuda:3"
+    assert found["launch"] == "baseline=1, target=2, device=cpu, backend=gloo, timeout=60, start_method=spawn"
+
+
+def test_of_the_kept_pairs_a_few_are_drawn_and_each_failure_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def heatmap(self: Any, name: str, **tags: Any) -> Any:
+        asked.append((name, tags))
+        if name == "<h0>":
+            raise SessionError("gone")
+        return plt.Figure()
+
+    monkeypatch.setattr("graftlab.control.session_plots.SessionPlots.heatmap", heatmap)
+    monkeypatch.setattr("graftlab.plots.style.to_html", lambda figure, words: f"<img>{words}")
+    monkeypatch.setattr("graftlab.plots.themes.in_words", lambda figure: "in words")
+    kept = [{"name": f"<h{n}>", "step": step, "side": "target", "layer": n} for n in range(14) for step in (0, 1)]
+    text = report._pictures(SimpleNamespace(kept=lambda: kept))  # type: ignore[arg-type]
+    assert asked == [(f"<h{n}>", {"layer": n}) for n in range(report._PICTURES)]
+    assert "<p>&lt;h0&gt;: gone</p>" in text
+    assert text.count("<img>") == report._PICTURES - 1
+    assert f"<p>and {14 - report._PICTURES} more kept pairs</p>" in text
+    assert "No pair is kept." in report._pictures(SimpleNamespace(kept=list))  # type: ignore[arg-type]
 
 
 def test_a_report_of_rows_has_their_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

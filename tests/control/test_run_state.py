@@ -291,6 +291,8 @@ INNER = '  File "/x/torch/{path}.py", line 9, in {name}\n    return f()\n'
     [
         ("dist.all_reduce(x)", INNER.format(path="distributed/distributed_c10d", name="all_reduce"), True),
         ("work.wait()", "", True),
+        # What a wait has called is computed.
+        ("work.wait()", INNER.format(path="nn", name="g"), False),
         ("torch.mm(x, x)", "", False),
         ("model(x)", INNER.format(path="distributed/fsdp", name="f") + INNER.format(path="nn", name="g") * 3, False),
     ],

@@ -140,6 +140,48 @@ def test_a_figure_names_the_newest_run_if_its_pair_is_not_of_it() -> None:
             session.plot.heatmap("h", step=99)
 
 
+def test_only_a_pair_older_than_the_newest_rows_is_said_to_be_of_another_run(drawn: list[Any]) -> None:
+    def title(*first_steps: int, rows: list[Any]) -> str:
+        runs = [SimpleNamespace(first_step=step, done=True) for step in first_steps]
+        plots_of(runs=runs, frame=to_frame(rows)).histogram("h")
+        return str(drawn.pop()[2]["title"])
+
+    # The pair is of step 1.
+    assert title(0, 2, rows=[row("a", step=2, run=7)]) == "h, layer=3, step=1, not of run 7"
+    assert title(0, rows=[row("a", step=2, run=7)]) == "h, layer=3, step=1"
+    assert title(0, 2, rows=[row("a", step=1, run=7)]) == title(0, 2, rows=[]) == "h, layer=3, step=1"
+
+
+def test_the_figure_of_a_step_says_what_other_steps_have(monkeypatch: pytest.MonkeyPatch, drawn: list[Any]) -> None:
+    said: list[str] = []
+    given: list[Any] = []
+    ax = SimpleNamespace(get_xlabel=lambda: "taps", set_xlabel=said.append)
+
+    def divergence(frame: Any, **options: Any) -> Any:
+        given.append((frame, options))
+        return SimpleNamespace(axes=[ax])
+
+    monkeypatch.setattr(plots, "divergence", divergence)
+    rows = [row("a", order=0, step=0, rel_l2=0.5, run=4)]
+    rows += [row("b", order=1, step=1, status="missing", run=4), row("c", order=0, step=2, status="missing", run=4)]
+    figures = plots_of(frame=to_frame(rows))
+    figures.divergence()
+    figures.divergence(step=0)
+    assert said == [
+        "taps; run 4, step 2 (the first divergent tap is in step 0); 1 row of other steps not compared",
+        "taps; run 4, step 0; 2 rows of other steps not compared",
+    ]
+    assert [frame["name"].tolist() for frame, _ in given] == [["c"], ["a"]]
+    assert given[0][0].index.tolist() == [0]
+    assert given[0][1] == {"noise_floor": 1e-5}
+    # Axes of the caller keep their label.
+    figures.divergence(ax=ax, noise_floor=None)
+    assert len(said) == 2
+    assert given[2][1] == {"ax": ax, "noise_floor": None}
+    with pytest.raises(gl.SessionError, match="run 4 has no rows of step 9; it has rows of steps 0 to 2"):
+        figures.divergence(step=9)
+
+
 def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
     for name in ("heatmap", "histogram"):

@@ -22,6 +22,14 @@ def test_a_side_that_quantises_alone_differs_by_the_whole_rounding_of_8_bits() -
     assert assumed_floor(["float32"], ["bfloat16 -> float32", None]) == (0.02, "bfloat16")
 
 
+def test_the_floor_of_unquantised_values_is_that_of_their_coarsest_dtype() -> None:
+    assert assumed_floor(["float32"]) == assumed_floor(["float32", "float64", "int64"]) == (1e-5, "float32")
+    assert assumed_floor(["int64"]) == assumed_floor([]) == (1e-5, "float32")
+    assert assumed_floor(["float64"]) == (2e-14, "float64")
+    assert assumed_floor(["bfloat16", "float32"]) == (0.02, "bfloat16")
+    assert assumed_floor(["float16"]) == (0.002, "float16")
+
+
 def test_only_floats_of_8_bits_count_as_quantised() -> None:
     assert [name for name in ("int8", "float16", FP8, "float32", "no dtype") if is_quantised(name)] == [FP8]
     assert quantised_roundoff(FP8, ["int64"]) == quantised_roundoff(FP8, ["bfloat16"])

@@ -20,10 +20,14 @@ from kit.exchange_scripts import write_without_end
 from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
 from kit.values import assert_values
 
-from graftlab.base.world import MAX_RANKS
+from graftlab.base.tags import TapKey
+from graftlab.base.world import MAX_RANKS, Place
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, StepEndFrame
+from graftlab.exchange.peers import Peer, Peers, RemoteStatusPage
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
+from graftlab.exchange.tcp import FrameWithPayload
 from graftlab.exchange.waiter_threads import _Waiter
 from graftlab.ranks import forkserver
 
@@ -224,6 +228,95 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     assert received == whole
     assert channel.closed
     channel.close()
+
+
+def test_whole_frames_arrive_as_one_bundle_and_a_part_waits_for_its_rest() -> None:
+    raw, end = socket.socketpair()
+    channel = SocketChannel(end)
+    one, other = ((3).to_bytes(8, "little") + b"abc"), (2).to_bytes(8, "little") + b"de"
+    raw.sendall(one + other[:9])
+    assert channel.receive_bundle() == one
+    raw.sendall(other[9:])
+    assert channel.receive_bundle() == other
+    assert channel.receive_bundle() == b""
+    raw.close()
+    channel.close()
+
+
+class Connection:
+    """A channel that notes what is sent; the ranks behind it need no process."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(frame)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def peers_of(**pages: RankStatus) -> tuple[Any, list[Peer]]:
+    """The other side's ranks, all remote and in the run, with their statuses."""
+    found = []
+    for rank, status in enumerate(pages.values()):
+        page = RemoteStatusPage()
+        page.latest = status
+        connection: Any = Connection()
+        found.append(Peer(Place("target", rank, 1, len(pages)), connection, None, page, in_run=True))
+    me = Place("baseline", 0, 1, len(pages))
+    return SimpleNamespace(place=me, others=found, by_rank={each.world_rank: each for each in found}), found
+
+
+def test_a_rank_is_known_to_wait_until_it_is_gone_or_may_have_what_it_waits_for() -> None:
+    waits, other = (RankStatus("waiting", since=7.0, awaits=(rank,)) for rank in (0, 2))
+    peers, (first, second, third, last) = peers_of(a=waits, b=waits, c=waits, d=other)
+    assert Peers.ranks_waiting_for_me(peers) == {(each.world_rank, 7.0) for each in (first, second, third)}
+    first.gone, second.in_run, third.sent = "died", False, 1
+    assert Peers.ranks_waiting_for_me(peers) == set()
+    third.confirmed = 1
+    assert Peers.ranks_waiting_for_me(peers) == {(third.world_rank, 7.0)}
+    # Those that are gone or in no run are told nothing either.
+    Peers.send_status(peers, waits)
+    assert [len(each.channel.sent) for each in (first, second, third, last)] == [0, 0, 1, 1]  # type: ignore[attr-defined]
+    third.received = 5
+    assert Peers.received_counts(peers) == [0, 0, 5, 0]
+
+
+def test_all_ranks_are_gone_once_each_was_lost_or_hung_up() -> None:
+    peers, (first, second) = peers_of(a=RankStatus(), b=RankStatus())
+    all_gone: Any = Peers.all_gone
+    assert not all_gone.fget(peers)
+    first.gone = "died"
+    assert not all_gone.fget(peers)
+    second.channel.close()
+    assert all_gone.fget(peers)
+    closed: list[str] = []
+    first.arena = SimpleNamespace(close=lambda: closed.append("arena"))  # type: ignore[assignment]
+    Peers.close(peers)
+    assert (first.channel.closed, closed) == (True, ["arena"])
+
+
+def test_a_tensor_of_another_machine_arrives_with_its_frame_or_is_refused() -> None:
+    peers, (peer,) = peers_of(a=RankStatus())
+    key = TapKey(4, "h", (), "original", 0)
+    published = PublishFrame(key, 1, "float32", (2,), 8, None, None)
+    came = FrameWithPayload(b"")
+    came.payload = [memoryview(b"12345678")]
+    Peers._note_remote(peers, peer, published, came)
+    assert (peer.received, [bytes(each) for each in peer.attached]) == (1, [b"12345678"])
+    assert (peer.page.read().tap, peer.page.read().step, peer.page.read().state) == ("h", 4, "running")
+    # What came with one frame is not taken for that of the next.
+    Peers._note_remote(peers, peer, StepEndFrame(4), b"")
+    assert (peer.received, list(peer.attached)) == (1, [])
+    location = DeviceLocation(0, 0, 0, b"")
+    with pytest.raises(ValueError, match="in the memory of another machine's GPU"):
+        Peers._note_remote(peers, peer, PublishFrame(key, 1, "float32", (2,), 8, location, None), b"")
+    with pytest.raises(ValueError, match="a handle of another machine's GPU memory"):
+        Peers._note_remote(peers, peer, ChunkFrame(0, b""), b"")
+    assert peer.received == 1
 
 
 def test_frames_sent_before_the_end_still_arrive(ends: tuple[SocketChannel, SocketChannel]) -> None:

@@ -179,3 +179,10 @@ def test_any_bytes_are_a_frame_or_refused(data: bytes) -> None:
 def test_a_tag_that_is_not_a_number_has_a_value_that_equals_itself() -> None:
     for nan in (float("nan"), np.float32("nan")):
         assert plain(nan) == "nan"
+
+
+def test_a_frame_without_a_key_that_cannot_be_written_is_an_error() -> None:
+    with pytest.raises(OverflowError):
+        encode(StepEndFrame(1 << 70))
+    with pytest.raises(TypeError):
+        encode(StepEndFrame(object()))  # type: ignore[arg-type]

@@ -208,6 +208,9 @@ FAMILIAR = [
     "not any(layer == i for i in range(3, 10) if i % 2 == 0)",
     "not any(layer == i for i in range(10) if i < 8 if i % 2 == 0)",
     "all(layer == i for i in range(10) if i > 2 if i < 4)",
+    "not all(layer == i for i in (2, 3)) and not all(part in name for part in ('attn', 'mlp'))",
+    "all(layer == i for i in ()) and not any(layer == i for i in ())",
+    "max(layer, 7) == 7 and min((2, layer)) == 2 and not all((1, 0)) and any((0, 1))",
     "any(c == '_' for c in name) and all((1, True)) and not any([0, None])",
     "any(layer == layer for layer in [9])",
 ]

@@ -323,8 +323,14 @@ def test_a_value_counts_only_where_it_is_not_a_received_tensor_as_it_came(same: 
 
 @pytest.mark.parametrize(
     "view",
-    [torch.Tensor.t, lambda received: received.view(torch.int32), torch.Tensor.flatten, lambda received: received[1:]],
-    ids=["transposed", "bits", "flat", "part"],
+    [
+        torch.Tensor.t,
+        lambda received: received.view(torch.int32),
+        torch.Tensor.flatten,
+        lambda received: received[1:],
+        lambda received: received[:1],
+    ],
+    ids=["transposed", "bits", "flat", "part", "first part"],
 )
 def test_a_view_of_a_received_tensor_is_not_taken_for_the_tensor_itself(view: Callable[..., torch.Tensor]) -> None:
     kept, received = KeptPairs(), torch.arange(4.0).view(2, 2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.tensors import COPYABLE, PLAIN_LAYOUTS, bits, layouts, random_bits
 
-from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.overwrite import OverwrittenTensors, may_overlap, overwrite, replacement_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -100,6 +100,40 @@ def test_overlapping_windows_are_overwritten_if_the_overlaps_agree() -> None:
     base, signal = torch.zeros(6), torch.tensor([1.0, 2.0, NAN, 4.0, 5.0, 6.0])
     in_place(base.unfold(0, 3, 1), signal.unfold(0, 3, 1))
     assert torch.equal(bits(base), bits(signal))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "overlaps"),
+    [
+        (torch.zeros(3, 4), False),
+        (torch.zeros(4, 3).T, False),
+        (torch.zeros(8)[::2], False),
+        (torch.zeros(1).expand(3), True),
+        (torch.zeros(1).expand(1), False),
+        (torch.zeros(7).unfold(0, 3, 1), True),
+        # Each window begins with the last number of the one before it.
+        (torch.zeros(7).unfold(0, 3, 2), True),
+        (torch.zeros(7).unfold(0, 3, 3), False),
+    ],
+)
+def test_numbers_that_share_a_place_are_known_by_the_strides(tensor: torch.Tensor, overlaps: bool) -> None:
+    assert may_overlap(tensor) == overlaps
+
+
+def test_tensors_are_restored_to_their_first_values_the_last_overwritten_first() -> None:
+    whole = torch.tensor([1.0, 2.0, 3.0])
+    before = OverwrittenTensors()
+    before.remember(whole)
+    whole.fill_(5.0)
+    before.remember(whole)
+    before.remember(whole[:2])
+    whole.fill_(7.0)
+    before.restore()
+    assert whole.tolist() == [1.0, 2.0, 3.0]
+    # Nothing is restored twice.
+    whole.fill_(9.0)
+    before.restore()
+    assert whole.tolist() == [9.0] * 3
 
 
 def test_returned_tensor_has_values_that_overlapping_windows_cannot() -> None:

@@ -188,12 +188,14 @@ def test_missing_senders_are_noted_beside_others() -> None:
 
 def test_extras_that_cannot_be_loaded_fail_the_tap(caplog: pytest.LogCaptureFixture) -> None:
     own = torch.zeros(2)
-    came = receipt(torch.ones(2), unreadable={0: "the extras of baseline[0] cannot be loaded here"})
+    unreadable = {0: "the extras of baseline[0] cannot be loaded here"}
+    came = receipt(torch.ones(2), unreadable=unreadable, absent={1: "baseline[1] died"})
     with caplog.at_level(logging.ERROR):
         result, row = taken(own, came, GRAFT)
     assert (row.status, row.senders, result.result, own.tolist()) == ("failed", [0], None, [0.0, 0.0])
     assert row.error == "the extras of baseline[0] cannot be loaded here"
     assert "target[0]: tap 'h' failed: the extras of" in caplog.text
+    assert row.note == "baseline[1] died"
     assert unmeasured(row)
 
 
@@ -288,6 +290,17 @@ def test_both_values_are_kept_as_they_were_before_the_graft(action: Action) -> N
     assert (pair.baseline.tolist(), pair.target.tolist()) == ([2.0], [1.0])
 
 
+def test_what_was_measured_of_both_sides_is_kept() -> None:
+    def both(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.received_list[0], measured=(torch.tensor([3.0]), torch.tensor([4.0])))
+
+    handler = Receiver(both)
+    handler.take(call(torch.tensor([1.0]), KEEP), receipt(torch.tensor([2.0])))
+    pair = handler.kept.find("h", {})
+    assert pair is not None
+    assert (pair.baseline, pair.target) == (torch.tensor([3.0]), torch.tensor([4.0]))
+
+
 def test_nothing_is_kept_that_the_plan_does_not_keep() -> None:
     handler = Receiver()
     handler.take(call(torch.tensor([1.0]), GRAFT), receipt(torch.tensor([2.0])))
@@ -327,6 +340,14 @@ def test_a_graft_is_a_line_in_the_log_and_a_comparison_is_not(caplog: pytest.Log
     before, after = line.split(" overridden by ")
     assert before == "target[0] grafted b2t at tap 'h' step 4: float32[2] cpu (mean=1 std=0 min=1 max=1)"
     assert after.startswith("float32[2] cpu (mean=2 std=0 min=2 max=2 nonfinite=1) from ranks [0]; rel_diff=2.000e-01")
+    caplog.clear()
+    # In the other direction the receiver is the baseline.
+    with caplog.at_level(logging.INFO, logger="graftlab"):
+        handler = Receiver()
+        place = Place("baseline", 0, 1, 1)
+        handler.take(call(torch.tensor([1.0]), Action("t2b", graft=True), place), receipt(torch.tensor([2.0])))
+        handler.pipeline.log_grafts()
+    assert "cpu (mean=1 std=0 min=1 max=1) overridden by float32[1] cpu (mean=2 std=0" in caplog.messages[0]
 
 
 def test_the_log_has_the_extras_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
@@ -440,7 +461,8 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
 
 def test_the_senders_own_name_is_noted_where_no_rule_names_the_pair() -> None:
     sent = SentExtras(None, name="own.x")
-    came = Receipt([Contribution(0, torch.ones(2), sent)])
+    # A sender may be too old to pass one.
+    came = Receipt([Contribution(n, torch.ones(2), each) for n, each in enumerate((None, SentExtras(None), sent))])
     plan = GraftPlan(pairs=[("b.x", "t.x")])
     (ruled,) = plan.pairings("target", "t.x", {})
     for pairing, names in (

@@ -29,6 +29,7 @@ from graftlab.graphs import (
     share_input_buffer,
 )
 from graftlab.graphs import registry as graph_registry
+from graftlab.graphs.builders import _head
 from graftlab.requests.identity import NO_ROOM, PADDING_ID
 
 PAD = -5
@@ -299,6 +300,24 @@ def test_a_builder_adopts_the_buffers_of_another_registry(kind: str) -> None:
     first = build(kind)
     second = build(kind, source=first)
     assert all(buffer_of(second, name) is buffer_of(first, name) for name in SAFE)
+
+
+@pytest.mark.parametrize(
+    ("found", "needed", "taken"),
+    [
+        ((8, 3), (4, 3), (4, 3)),
+        ((8, 3), (8, 2), (8, 2)),
+        ((4, 3), (4, 3), None),
+        ((4, 3), (8, 2), None),
+        ((8,), (4, 3), None),
+    ],
+)
+def test_of_a_larger_buffer_its_head_is_taken(found: Any, needed: Any, taken: Any) -> None:
+    buffer = torch.zeros(found)
+    head = _head(buffer, needed)
+    assert head.data_ptr() == buffer.data_ptr()
+    assert (head is buffer) == (taken is None)
+    assert head.shape == (taken or found)
 
 
 def test_what_two_kinds_of_registry_cannot_share_by_adoption_is_named() -> None:

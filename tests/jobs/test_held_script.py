@@ -279,6 +279,12 @@ def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch
     assert drained == [5.0]
     rank._report_end(os.getpid())
     assert len(handled) == 2
+    # Without an error it has none.
+    rank._is_over = False
+    handled.clear()
+    monkeypatch.delattr(held_script.sys, "last_value")
+    rank._report_end(os.getpid())
+    assert handled == [ScriptEnd(None)] * 2
 
 
 # ---- joining ---------------------------------------------------------------------------------------------------------

@@ -261,6 +261,20 @@ def test_a_transform_of_one_side_is_the_plans_whichever_job_joins_first() -> Non
         assert agreed.enter("target", second).transforms == given.transforms
 
 
+def test_a_transform_for_a_direction_without_grafts_is_left_out() -> None:
+    def brought(path: str, t2b: str | None = None) -> GraftPlan:
+        return GraftPlan(b2t="layer == 1", t2b=t2b, transform=f"graftlab.transforms.{path}")
+
+    for t2b in (None, "  "):
+        agreed = AgreedPlan(brought("by_layout", t2b))
+        agreed.enter("baseline", brought("by_layout", t2b))
+        (only,) = agreed.enter("target", brought("align_by_request", t2b)).transforms
+        assert (only.text.rpartition(".")[2], only.where) == (
+            "align_by_request",
+            "side == 'target' and (\nlayer == 1\n)",
+        )
+
+
 def test_each_receiver_has_the_transform_that_its_own_job_brought() -> None:
     def brought(path: str) -> GraftPlan:
         return GraftPlan(b2t="layer == 1", t2b="layer == 2 # the head", transform=f"graftlab.transforms.{path}")

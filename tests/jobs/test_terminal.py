@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import stat
@@ -48,6 +49,13 @@ def test_status_shows_taps_with_tags_and_leaves_out_empty_columns() -> None:
     lines = format_status(answer_status_query(session, taps, stacks=False)).splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["hidden", "layer=0"], ["hidden", "layer=1"]]
     assert lines[2].split() == ["side", "rank", "note"]
+    # Values that are not finite are the furthest apart, and a row without a pair of finite numbers is in no order.
+    rows += [row(f"m{n}", rel_l2=0.2 + n, order=n) for n in range(20)]
+    rows += [row("one nan", rel_l2=0.0, nonfinite_differ=1), row("lost", rel_l2=None, status="missing")]
+    rows.insert(3, row("nan", rel_l2=math.nan))
+    reply = answer_status_query(session, taps, stacks=False)
+    assert [tap.name for tap in reply.taps] == ["one nan", *(f"m{n}" for n in range(19, 8, -1))]
+    assert reply.taps[0].rel_l2 == math.inf
 
 
 def test_watch_ends_with_the_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

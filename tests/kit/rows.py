@@ -13,7 +13,8 @@ def row(name: str, order: int = 1, step: int = 0, **fields: Any) -> Row:
     tags = {"name": name, "step": step, "side": side, "rank": rank, "recompute_status": "original", **own}
     usual = {"status": "compared", "rel_l2": 0.0, "nonfinite_differ": 0, "numel": 64, "dtype": "float32", "run": 0}
     given = {**usual, **fields}
-    return Row(given.pop("run"), step, order, name, tags, "b2t", side, rank, senders=[0], **given)
+    direction = given.pop("direction", "b2t")
+    return Row(given.pop("run"), step, order, name, tags, direction, side, rank, senders=[0], **given)
 
 
 def tap(name: str, order: int, rel_l2: float = 0.0, **fields: Any) -> Row:

@@ -220,6 +220,12 @@ def test_parts_that_overlap_are_compared() -> None:
     joined = join_parts(parts, shape=(6,))
     assert joined.disagreements[0].count == 1
     assert torch.equal(joined.whole[:4], whole[:4])
+    # What the ranks of a later part disagree about is reported too.
+    ranks = Layout((Replicate("tp"), Window(0, 2, 4))).on(2)
+    joined = join_parts([(one, [whole[:4]]), (ranks, [whole[2:], whole[2:] + 1])], shape=(6,))
+    assert len(joined.disagreements) == 1
+    with pytest.raises(LayoutError, match=r"makes a whole of shape \[6\], but the previous part one of \[4\]"):
+        join_parts([(Layout(), [whole[:4]]), (Layout(), [whole])])
 
 
 def test_a_part_beside_the_whole_is_compared_and_changes_nothing() -> None:
@@ -342,6 +348,10 @@ def test_ranks_with_one_value_are_added_averaged_or_their_extremes_taken() -> No
         assert layout.join(parts).whole.tolist() == values
         narrow = layout.join([part.bfloat16() for part in parts]).whole
         assert (narrow.dtype, narrow.tolist()) == (torch.bfloat16, values)
+        # A sum is on the first rank alone, and any other value on each.
+        whole = torch.tensor(values, dtype=torch.float32)
+        assert layout.local(whole, 1).tolist() == ([0, 0] if op == "sum" else values)
+        assert layout.local(whole, 0).tolist() == values
     assert parts[0].tolist() == [1, -4]
     with pytest.raises(LayoutError, match=r"the partial results have different shapes, \[\[2\], \[3\]\]"):
         Layout((Partial("tp"),)).on(2).join([torch.zeros(2), torch.zeros(3)])
@@ -363,6 +373,8 @@ def test_a_strided_view_is_of_the_whole_even_of_a_view_and_is_put_back_in_its_pl
     assert joined.known is not None
     assert joined.known.tolist() == [False, True] * 4
     assert layout.leaves_out
+    # Elements count in the order of the dimensions, not of the memory.
+    assert layout.local(torch.arange(8.0).reshape(2, 4).T).tolist() == [[4, 5], [6, 7]]
     with pytest.raises(LayoutError, match=r"reaches beyond the 7 elements of \[7\]"):
         layout.local(torch.arange(7.0))
     with pytest.raises(LayoutError, match="does not determine the whole tensor's shape; give it"):
@@ -394,6 +406,7 @@ def test_only_a_tensor_far_larger_than_the_one_that_it_is_made_from_is_refused(m
     # However large both are.
     monkeypatch.setattr(steps, "_MOST_ELEMENTS", 4)
     assert Layout((Pad(0, 5, 8),)).local(torch.ones(5)).tolist() == [1.0] * 5 + [0.0] * 3
+    assert Layout((Pad(0, 1, 4),)).local(torch.ones(1)).tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_lengths_that_are_not_the_tensors_are_refused() -> None:
@@ -404,6 +417,10 @@ def test_lengths_that_are_not_the_tensors_are_refused() -> None:
         packed.local(torch.zeros(8), lengths=[5, 3][::-1])
     with pytest.raises(LayoutError, match=r"lengths \[1, 1\] add up to 2, not to \[3\]'s rows"):
         parse_layout("unpack()").local(torch.zeros(3), lengths=[1, 1])
+    with pytest.raises(LayoutError, match=r"pack\(\): 2 sequences of up to 5 tokens need a tensor .* not \[2, 4\]"):
+        parse_layout("pack()").local(torch.zeros(2, 4), lengths=[5, 3])
+    with pytest.raises(LayoutError, match=r"pack\(\): 0 sequences of up to 0 tokens need a tensor"):
+        parse_layout("pack()").local(torch.zeros(2, 4), lengths=[])
     with pytest.raises(LayoutError, match=r"unpack\(to=2\): the longest sequence has 3 tokens"):
         parse_layout("unpack(to=2)").local(torch.zeros(4), lengths=[3, 1])
 
@@ -496,6 +513,12 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     rows = layout.local(whole)
     assert rows[:, 0].tolist() == [9, 11, 13, 0, 1, 3]
     assert [step.leaves_out for step in layout.steps] == ["3 of 8 rows"]
+    assert layout.lacks
+    numbers = [1, 2, -1, -1, 0, 3]
+    # Rows that follow each other are one run, and so are those that lack.
+    assert Gather.of_rows((4,), numbers, (6,)).runs == ((1, 2), (-1, 2), (0, 1), (3, 1))
+    assert Gather.of_rows((4,), numbers, (6,)).rows.tolist() == numbers
+    assert not parse_layout("gather(of=[4], runs=[[2, 2], [0, 2]], into=[4])").lacks
     joined = layout.join([rows])
     assert joined.known is not None
     assert torch.equal(joined.whole[joined.known], whole[joined.known])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graftlab.layouts.row_alignment import ShownRows, _drawn, aligned, rows_between
+from graftlab.layouts.row_alignment import FoundRows, ShownRows, _drawn, aligned, rows_between
 
 PAD = 0
 
@@ -150,6 +150,16 @@ def test_the_smaller_side_is_looked_for_in_the_larger() -> None:
     assert rows_between([whole], [part]).index.tolist() == [2, 3, 4, -1]
     rows = rows_between([part], [whole])
     assert (rows.of, rows.into, rows.index.tolist()) == ((1, 4), (1, 5), [-1, -1, 0, 1, 2])
+
+
+def test_the_inverse_of_found_rows_has_the_part_of_each_row() -> None:
+    found = FoundRows((5,), (4,), np.array([2, -1, 0, 4]))
+    turned = found.inverse
+    assert (turned.of, turned.into, turned.index.tolist()) == ((4,), (5,), [2, -1, 0, -1, 3])
+    assert turned.inverse.index.tolist() == found.index.tolist()
+    # Rows of another width are none of these.
+    wide, narrow = ShownRows.of(torch.ones(3, 4)), ShownRows.of(torch.ones(3, 2))
+    assert rows_between([wide], [narrow]).index.tolist() == [-1] * 3
 
 
 def test_decode_steps_begin_where_the_one_before_ended() -> None:

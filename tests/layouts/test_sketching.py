@@ -7,6 +7,7 @@ import torch
 
 import graftlab as gl
 from graftlab.layouts import Layout, RankLayout, SignedSums, parse_layout
+from graftlab.layouts.sketching import signed_sums
 from graftlab.transforms import compare, run_transform
 
 SHAPE = (40, 50)
@@ -29,6 +30,12 @@ def test_two_sketches_are_as_far_apart_as_their_tensors(where: str) -> None:
     assert distance(one, one + 0.0) == 0.0
     # Rounding stays rounding.
     assert distance(one, (one.double() * 3 / 3 * (1 + 6e-8)).float()) < 1e-6
+
+
+def test_the_signs_of_a_sketch_are_one_and_minus_one_and_the_same_each_time() -> None:
+    signs = signed_sums(torch.ones(64), 64)
+    assert sorted(set(signs.tolist())) == [-1.0, 1.0]
+    assert torch.equal(signed_sums(torch.arange(64.0), 8), (signs * torch.arange(64.0)).reshape(8, 8).sum(0))
 
 
 def test_a_sketch_is_compared_where_the_plan_grafts_and_never_grafted() -> None:

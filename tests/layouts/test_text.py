@@ -44,10 +44,25 @@ WRITTEN = [
     "window(dim=1, start=-1, length=1)",
     "gather(of=[2, 4], runs=[[4, 3], [-1, 1], [0, 2]], into=[6])",
     "pad(dim=0, size=50257, to=50304)",
+    "pad(dim=0, size=3, to=5, fill=-1.0)",
+    "strided(shape=[2, 2], sizes=[4], strides=[2], offset=1)",
+    "strided(shape=[4], sizes=[4], strides=[1])",
+    "sketch(size=8, of=[2, 3])",
+    "rows(of='ids', into='tokens')",
     "scale(factor=0.125, add=1.0)",
     "pack()",
     "unpack(to=128)",
 ]
+
+
+def test_a_bar_inside_quotes_separates_no_steps() -> None:
+    layout = parse_layout("rows(of='a|b', into=\"c | d\") | scale(factor=2.0)")
+    assert layout.text == "rows(of='a|b', into='c | d') | scale(factor=2.0)"
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_layout_is_written_as_it_is_read(text: str) -> None:
+    assert parse_layout(text).text == text
 
 
 @given(st.lists(st.sampled_from(WRITTEN[1:]), max_size=3))
@@ -86,7 +101,10 @@ FAULTS = [
     ("b -> b ...", "'...' is only on the right", "       ^"),
     ("(b ...) -> b ...", "'...' inside ( )", "   ^"),
     ("a b -> b a, h", "write a size after the comma", "           ^"),
+    ("a b -> b a, h=x", "write a size after the comma", "           ^"),
+    ("a b -> b a, 2=h", "write a size after the comma", "           ^"),
     ("a b -> b a, c=2", "has no axis 'c'", ""),
+    ("a b c -> c", "'a' is only on the left", "^"),
     ("shard(dim=0) | ", "a step is missing", "               ^"),
     ("shard(dim=0) | shart(dim=1)", "there is no step 'shart'", "               ^"),
     ("shard(dim=0) | shard(dum=1)", "unexpected keyword argument 'dum'", "               ^"),
@@ -238,9 +256,19 @@ def test_tokens_are_batch_and_sequence_row_by_row() -> None:
     assert torch.equal(relayout([(baseline, [padded])], target).value, flat)
     baseline, target = layouts_of_pair("t h", "b s h", {"b": 2})
     assert torch.equal(relayout([(baseline, [flat])], target).value, padded)
+    # Without a batch, or with one on both sides, tokens are the sequence.
+    for one, other, size in (("t h", "s h", 6), ("b t h", "b s h", 3), ("b s h", "t b h", 3)):
+        first, last = layouts_of_pair(one, other, {"s": size})
+        moved = padded.transpose(0, 1) if other == "t b h" else padded if "b" in other else flat
+        assert torch.equal(relayout([(first, [padded if "b" in one else flat])], last).value, moved)
 
 
 def test_annotations_with_different_names_are_not_of_one_tensor() -> None:
     with pytest.raises(LayoutError, match="only the target has 'd'") as caught:
         layouts_of_pair("b s h", "b s h d")
     assert caught.value.position == 6
+    with pytest.raises(LayoutError, match="only the baseline has 'd'"):
+        layouts_of_pair("b x d", "b")
+    # A batch and a sequence beside the same batch's tokens are two tensors.
+    with pytest.raises(LayoutError, match="only the baseline has 's'"):
+        layouts_of_pair("b s", "b h")

@@ -9,8 +9,27 @@ import pytest
 import torch
 
 from graftlab.layouts import Layout, parse_layout
-from graftlab.matching.contradictions import fills, in_groups, in_part, odd_layouts, other_parts, uncovered
+from graftlab.matching.contradictions import (
+    fills,
+    fused_parts,
+    in_groups,
+    in_part,
+    odd_layouts,
+    other_parts,
+    other_roles,
+    uncovered,
+)
+from graftlab.matching.mistakes import (
+    _held_twice,
+    _odd_biases,
+    _odd_kernels,
+    _odd_transpositions,
+    _other_kinds,
+    mistakes_of,
+    notices_of,
+)
 from graftlab.matching.pair import Pair
+from graftlab.matching.recorded_taps import RecordedTap
 
 TURNED = "a b -> b a"
 
@@ -62,6 +81,178 @@ def test_another_partner_is_odd_if_the_usual_is_taken_or_it_belongs_elsewhere() 
     # A fused tap has the usual partner too, though in another layout.
     (odd,) = odd_layouts([*pairs, pair("h.4.mlp", "l.4.ffn", "part(dim=0, index=0, of=[1, 1])", whole="target")], [])
     assert odd.text.startswith("l.4.ffn is h.4.mlp in the layout 'part(")
+
+
+def test_a_usual_tap_that_is_also_a_part_of_another_is_not_odd() -> None:
+    assert taps([*layers(4), pair("h.0.b", "l.0.ffn", TURNED)]) == []
+
+
+# ---- roles ----------------------------------------------------------------------------------------------------------
+
+
+def of_three(index: int) -> str:
+    return f"part(index={index}, of=[1, 1, 1], dim=0)"
+
+
+def test_parts_of_a_fused_tensor_in_another_order_are_named_by_their_places() -> None:
+    fused = [
+        pair(f"0.{name}_proj", "h.0.qkv", of_three(index), whole="target") for index, name in enumerate(("k", "q", "v"))
+    ]
+    found = other_roles(fused)
+    assert [each.tap for each in found] == ["h.0.qkv"] * 2
+    assert found[0].text == (
+        "h.0.qkv has 0.k_proj in place of its q, and 0.q_proj in place of its k: the two are swapped"
+    )
+    # On the other side the parts have the names.
+    taken = [pair("h.0.qkv", f"0.{name}_proj", of_three(index)) for index, name in enumerate(("k", "q", "v"))]
+    assert other_roles(taken)[0].text == (
+        "0.k_proj is the q of h.0.qkv, not its k, and 0.q_proj its k: the two are swapped"
+    )
+    right = [pair("h.0.qkv", f"0.{name}_proj", of_three(index)) for index, name in enumerate("qkv")]
+    assert other_roles(right) == []
+    assert fused_parts(right) == {("h.0.qkv", f"0.{name}_proj"): ("h.0.qkv", name) for name in "qkv"}
+    # Of two of three parts the order is unknown.
+    assert fused_parts(right[:2]) == {}
+
+
+def test_parts_of_a_tensor_that_has_the_name_of_one_of_them_contradict_nothing() -> None:
+    halves = [pair("x.q_proj", f"y.{name}_proj", f"part(index={n}, of=[1, 1], dim=0)") for n, name in enumerate("qk")]
+    assert other_roles(halves) == []
+    # A single part has the values of another role.
+    assert [each.tap for each in other_roles(halves[1:])] == ["y.k_proj"]
+
+
+def test_two_taps_are_swapped_only_in_one_layer_and_of_one_kind() -> None:
+    def swapped(*pairs: Pair) -> list[bool]:
+        return ["the two are swapped" in each.text for each in other_roles(pairs)]
+
+    def mixed(layer: int, held: str, named: str, kind: str = "weight") -> Pair:
+        return pair(f"{layer}.{held}_proj.{kind}", f"h.{layer}.{named}_proj.{kind}")
+
+    assert swapped(mixed(0, "k", "v"), mixed(0, "v", "k")) == [True, True]
+    assert swapped(mixed(0, "k", "v"), mixed(1, "v", "k")) == [False, False]
+    assert swapped(mixed(0, "k", "v"), mixed(0, "v", "k", "bias")) == [False, False]
+    assert swapped(mixed(0, "k", "v"), mixed(0, "v", "q")) == [False, False]
+    # Of two that may be its twin, the one with the more similar name.
+    both = [mixed(0, "k", "v"), pair("0.v_proj.weight", "other.0.k_proj.weight"), mixed(0, "v", "k")]
+    assert [each.tap for each in other_roles(both)] == [
+        *("h.0.v_proj.weight", "h.0.k_proj.weight", "other.0.k_proj.weight")
+    ]
+
+
+# ---- mistakes of weights --------------------------------------------------------------------------------------------
+
+
+def kernels(*shape: int, turned: int = 1, count: int = 4, layout: str = "a b c d -> b a c d") -> list[str]:
+    """The kernels that are named if the last ``turned`` of ``count`` have this layout."""
+    pairs = [pair(f"{n}.w", f"{n}.w", "same" if n < count - turned else layout) for n in range(count)]
+    items = {each.baseline: RecordedTap.of(each.baseline, torch.zeros(shape)) for each in pairs}
+    return [each.tap for each in _odd_kernels(pairs, items)]
+
+
+def test_a_kernel_whose_equal_dims_are_exchanged_alone_is_named() -> None:
+    assert kernels(8, 8, 3, 3) == ["3.w"]
+    # Other sizes would show a wrong order, and without rows and columns any order is right.
+    assert kernels(8, 4, 3, 3) == []
+    assert kernels(8, 8, 1, 1) == []
+    assert kernels(8, 8, 3, layout="a b c -> b a c") == []
+    assert kernels(8, 8, 3, 3, turned=2) == []
+    assert kernels(8, 8, 3, 3, turned=2, count=6) == ["4.w", "5.w"]
+    assert kernels(8, 8, 3, 3, turned=0) == []
+
+
+def items(*names: str, shape: tuple[int, ...] = (4, 4)) -> dict[str, RecordedTap]:
+    return {name: RecordedTap.of(name, torch.randn(shape)) for name in names}
+
+
+def test_a_parameter_with_the_values_of_another_kind_is_named() -> None:
+    def named(*pairs: Pair) -> list[str]:
+        return [each.text for each in _other_kinds(pairs)]
+
+    assert named(pair("a.bias", "b.weight")) == [
+        "b.weight is the weight by its name but has the values of a.bias, which is the bias"
+    ]
+    assert named(pair("a.weight", "b.weight"), pair("a.gamma", "b.weight"), pair("a.table", "b.weight")) == []
+
+
+def test_values_held_twice_are_named_where_one_of_that_shape_is_lacking() -> None:
+    twice = [pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w")]
+    (found,) = _held_twice(twice, items("0.q.w", "1.q.w"))
+    assert found.tap == "h.1.q.w"
+    assert found.text == "h.1.q.w has the values of 0.q.w, as h.0.q.w does; the target lacks the baseline's 1.q.w"
+    assert _held_twice(twice[:1], items("0.q.w", "1.q.w")) == []
+    assert _held_twice([*twice, pair("1.q.w", "x")], items("0.q.w", "1.q.w")) == []
+    # One of another shape is not what is lacking, nor do two parts of one whole have the same values.
+    assert _held_twice(twice, {**items("0.q.w"), **items("1.q.w", shape=(4, 5))}) == []
+    halves = [pair("0.qk", f"h.{n}.w", f"part(index={n}, of=[1, 1], dim=0)") for n in (0, 1)]
+    assert _held_twice(halves, items("0.qk", "1.q.w")) == []
+
+
+def test_what_may_be_intended_is_a_notice() -> None:
+    turned = "rearrange('(h i two) d -> (h two i) d', i=2, two=2)"
+    first, second = (f"part(index={n}, of=[1, 1], dim=0, groups=2)" for n in (0, 1))
+    given = items("a", "b", "qk", "half")
+    assert notices_of([pair("a", "x", TURNED), pair("b", "y")], given) == []
+    (said,) = notices_of([pair("a", "x", turned)], given)
+    assert said.startswith(f"x is a with its rows or columns in a different order ({turned}): correct if")
+    (said,) = notices_of([pair("qk", "q", first), pair("qk", "k", second)], given)
+    assert said.startswith("qk has q, k side by side in each of 2 groups of heads, not one after the other: ")
+    (said,) = notices_of([pair("half", "x", "part(index=0, of=[1, 1], dim=0)")], given)
+    assert said == "half is only partly used: the target lacks 2 of 4 rows, 2 to 3, of it"
+    # Of a target that is the whole, nothing is left out.
+    assert notices_of([pair("x", "half", "part(index=0, of=[1, 1], dim=0)", whole="target")], given) == []
+
+
+def test_mistakes_of_a_conversion_are_in_the_order_of_the_parameters() -> None:
+    baseline = items("0.q.w", "1.q.w", "k.w") | items("a", "b", shape=(4, 3))
+    target = {"lost": RecordedTap.of("lost", torch.zeros(4, 4)), **items("qkv", shape=(8, 4))}
+    target |= items("h.0.q.w", "h.1.q.w") | items("x", "b.y", shape=(4, 3))
+    pairs = [
+        *(pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w"), pair("a", "x"), pair("a", "b.y")),
+        pair("k.w", "qkv", "part(index=0, of=[1, 1], dim=0)", whole="target"),
+    ]
+    # What is named as misplaced is not also named as held twice.
+    assert mistakes_of(pairs, baseline, target) == [
+        "lost has no partner: all its values are 0, as if it had not been loaded",
+        "qkv contains k.w; the baseline has no values for 4 of 8 rows, 4 to 7, of it",
+        *(
+            f"h.{n}.q.w has the values of 0.q.w, which is in layer 0; the layers are in a different order than the "
+            "baseline's"
+            for n in (0, 1)
+        ),
+        "b.y has the values of a, as x does; the target lacks the baseline's b",
+    ]
+
+
+def test_a_square_matrix_is_named_where_all_others_are_the_other_way_round() -> None:
+    def named(square: str, *others: str, name: str = "0.w") -> list[str]:
+        pairs = [pair(name, name, square), *(pair(f"{n}.x.w", f"{n}.x.w", each) for n, each in enumerate(others))]
+        items = {each.baseline: RecordedTap.of(each.baseline, torch.zeros(8, 4)) for each in pairs}
+        items[name] = RecordedTap.of(name, torch.zeros(8, 8))
+        return [each.text for each in _odd_transpositions(pairs, items)]
+
+    (said,) = named("same", TURNED, TURNED)
+    assert said == (
+        "0.w is 0.w not transposed, and all 2 matrices that are not square are: being square, it fits either way"
+    )
+    (said,) = named(TURNED, "same", "same", "same")
+    assert said.startswith("0.w is 0.w transposed, and all 3 matrices that are not square are not:")
+    assert named("same", TURNED) == named("same", TURNED, TURNED, "same") == named("same", "same", "same") == []
+    assert named("same", TURNED, TURNED, name="embed.w") == named("same", TURNED, TURNED, name="lm_head.w") == []
+
+
+def test_a_bias_that_is_split_unlike_its_weight_is_named() -> None:
+    def named(weight: str, bias: str) -> list[str]:
+        both = [pair("a.weight", "b.weight", weight), pair("a.bias", "b.bias", bias)]
+        return [each.tap for each in _odd_biases(both)]
+
+    first, second = (f"part(index={n}, of=[1, 1], dim=0)" for n in (0, 1))
+    assert named(first, second) == named(first, "same") == named("same", first) == ["b.bias"]
+    assert named(first, first) == named("same", "same") == []
+    # The columns of a weight are no part of its bias.
+    assert named("part(index=0, of=[1, 1], dim=1)", "same") == named(f"{TURNED} | {first}", second) == []
+    assert named("scale(factor=2.0)", first) == []
+    assert [each.tap for each in _odd_biases([pair("a.weight", "b.weight", first)])] == []
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------

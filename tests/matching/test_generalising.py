@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from graftlab.layouts import parse_layout
-from graftlab.matching.generalising import general_pairs
+from graftlab.base.world import Side
+from graftlab.layouts import Layout, parse_layout
+from graftlab.matching.generalising import general_layouts, general_pairs
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
-from graftlab.matching.recorded_taps import SketchRecorder
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.plan.pairs import Pairing
 from graftlab.plan.plan import GraftPlan
 
@@ -151,3 +153,67 @@ def test_a_split_is_written_by_the_size_that_all_calls_share() -> None:
     (rule,) = matched(flat, batched).rules()
     assert rule["layout"] == "rearrange('(a b) c -> a b c', a=2)"
     assert (rule["baseline"], rule["target"]) == ("x", "y")
+
+
+def test_a_layout_is_given_to_all_calls_only_if_it_fits_the_values_of_each() -> None:
+    whole, one = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4.0)[None] + 1
+    last = "window(dim=0, start=-1, length=1)"
+
+    def layouts(decoded: Tensor, sureness: Any = "exact", side: Side = "baseline") -> list[str]:
+        outer = {"x": RecordedTap.of("x", whole), "x#1": RecordedTap.of("x#1", one)}
+        inner = {"y": RecordedTap.of("y", whole[-1:]), "y#1": RecordedTap.of("y#1", decoded)}
+        pairs = [
+            Pair(*(("x", "y") if side == "baseline" else ("y", "x")), parse_layout(last), side, "exact", 0.0),
+            Pair(*(("x#1", "y#1") if side == "baseline" else ("y#1", "x#1")), Layout(), side, sureness, 0.0),
+        ]
+        sides = (outer, inner) if side == "baseline" else (inner, outer)
+        return [pair.layout.text for pair in general_layouts(pairs, *sides)]
+
+    assert layouts(one) == layouts(one, side="target") == [last, last]
+    assert layouts(one * 1.01) == [last, "same"]
+    # A pair that no values show has no layout to give, nor to be changed.
+    assert layouts(one, "rule") == [last, "same"]
+
+
+@pytest.mark.parametrize(("tags", "kept"), [("layer={n},t={t}", "layer={n},t=*"), ("n={n},t={t}", "n={n},t=*")])
+def test_a_tag_that_is_a_number_of_the_partners_name_is_kept(tags: str, kept: str) -> None:
+    calls = [(n, t) for t in (0, 1) for n in (0, 1)]
+    pairs = [Pair(f"q[{tags.format(n=n, t=t)}]", f"b.{n}.q" + "#1" * t) for n, t in calls]
+    order: Any = {"baseline": [each.baseline for each in pairs], "target": [each.target for each in pairs]}
+    found = [(pair.baseline, pair.target) for pair in general_pairs(pairs, order)]
+    assert found == [(f"q[{kept.format(n=n)}]", f"b.{n}.q") for n in (0, 1)]
+
+
+def test_a_layout_of_a_longer_call_is_given_to_calls_of_other_lengths_on_either_side() -> None:
+    last, second = (f"window(dim=0, start={start}, length=1)" for start in (-1, 1))
+    long, short = (torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows)) for rows in (3, 2))
+    outer = {"x": RecordedTap.of("x", long), "x#1": RecordedTap.of("x#1", short)}
+    inner = {"y": RecordedTap.of("y", long[-1:]), "y#1": RecordedTap.of("y#1", short[1:])}
+    for whole, sides in (("baseline", (outer, inner)), ("target", (inner, outer))):
+        names = [tuple(f"{'x' if side is outer else 'y'}{call}" for side in sides) for call in ("", "#1")]
+        pairs = [Pair(*names[0], parse_layout(last), whole), Pair(*names[1], parse_layout(second), whole)]  # type: ignore[arg-type]
+        assert [pair.layout.text for pair in general_layouts(pairs, *sides)] == [last, last]
+
+
+def general(*names: tuple[str, str], more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+    """The general names of pairs of calls in their order; ``more`` are calls of either side before them."""
+    order: Any = {
+        side: list(dict.fromkeys([*(name for each, name in more if each == side), *(pair[n] for pair in names)]))
+        for n, side in enumerate(("baseline", "target"))
+    }
+    return [(pair.baseline, pair.target) for pair in general_pairs([Pair(*each) for each in names], order)]
+
+
+def test_a_tag_is_left_out_only_if_all_calls_have_it_alike() -> None:
+    assert general(("q[t=0]", "y[t=0]"), ("q[t=1]", "y[t=1]")) == [("q", "y")]
+    assert general(("q[t=0]", "y[t=0]"), ("q[t=1]", "y[t=5]")) == [("q[t=*]", "y[t=*]")]
+    assert general(("q[t=0]", "y[t=0]"), ("q[t=1]", "y")) == [("q[t=*]", "y[t=*]"), ("q[t=*]", "y")]
+
+
+def test_a_tag_that_is_no_number_is_open_though_the_partners_name_has_numbers() -> None:
+    assert general(("q[t=decode]", "b.0.y")) == [("q[t=*]", "b.0.y")]
+
+
+def test_open_tags_join_no_calls_that_have_other_partners() -> None:
+    pairs = [("q[t=0]", "y[kind=a]"), ("q[t=1]", "y[kind=b]#1")]
+    assert general(*pairs, more=[("target", "y[kind=b]")]) == pairs

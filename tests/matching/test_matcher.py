@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -685,6 +686,14 @@ def test_the_frame_has_pairs_first_then_unmatched_taps_and_reasons() -> None:
 def test_pairs_are_accepted_and_rejected() -> None:
     proposal = match_taps(*layered(4, wrong=[3]))
     assert proposal.accept("layers.3.ffn").of_target("layers.3.ffn")[0].sureness == "confirmed"
+    by_hand = proposal.accept("layers.3.ffn")
+    assert by_hand.of_target("layers.3.ffn")[0].note == "accepted by hand"
+    assert by_hand.pairs[:3] == proposal.pairs[:3]
+    guesses = Proposal((Pair("a", "x", sureness="guess"), Pair("b", "y", sureness="guess"))).accept("y")
+    assert [pair.sureness for pair in guesses.pairs] == ["guess", "confirmed"]
+    # A tap that is a part of several keeps its other pairs.
+    shared = Proposal((Pair("a", "x"), Pair("a", "y")), {"c": "before"}, {"z": "before"}).reject("x")
+    assert (shared.unmatched_baseline, shared.unmatched_target) == ({"c": "before"}, {"z": "before", "x": "rejected"})
     without = proposal.reject("layers.0.ffn")
     assert without.unmatched_target == {"layers.0.ffn": "rejected"}
     assert without.unmatched_baseline == {"h.0.mlp": "rejected"}
@@ -911,6 +920,63 @@ def test_contradictions_come_in_the_order_of_the_pairs() -> None:
     assert found[0].text.startswith("h.0.v_proj is v by its name but has the values of 0.k_proj, which is k, and h.0.k")
 
 
+def test_layouts_of_a_later_call_are_taken_for_the_taps_that_need_them() -> None:
+    old, new, odd = (parse_layout(f"window(dim=0, start={start}, length=1)") for start in (0, -1, 1))
+    pairs = [Pair(f"h.{n}.a", f"l.{n}.a", old) for n in range(3)]
+    first = Proposal((*pairs, Pair("h.0.b", "l.0.b", old), Pair("c", "c", old)), unfit=frozenset({"before"}))
+    later = Proposal(
+        (Pair("h.0.a", "l.0.a", new), Pair("h.1.a", "l.1.a", odd, sureness="rule"), Pair("h.0.b", "l.0.b", new)),
+        unpaired_rows="a sentence",
+    )
+    found = first.with_layouts_of(later, {"h.0.a", "h.1.a", "h.2.a", "c"})
+    # Namesakes in other layers have the layout that was found, and a tap that needs none keeps its own.
+    assert [pair.layout for pair in found.pairs] == [new, new, new, old, old]
+    assert (found.unpaired_rows, found.unfit) == ("a sentence", {"before", "c"})
+    # Where two layers have different layouts, none is that of the others.
+    both = Proposal((Pair("h.0.a", "l.0.a", new), Pair("h.1.a", "l.1.a", odd)))
+    assert [pair.layout for pair in first.with_layouts_of(both, {f"h.{n}.a" for n in range(3)}).pairs[:3]] == [
+        *(new, odd, old)
+    ]
+
+
+def test_pairs_that_look_alike_are_distinguished_in_a_run_without_them() -> None:
+    own = values(8, 8, seed=1)
+    near, far = own + 1e-4 * values(8, 8, seed=2), own + 3e-3 * values(8, 8, seed=3)
+
+    def without(*pairs: Pair, **taps: Tensor) -> tuple[Proposal, list[set[str]]]:
+        runs: list[set[str]] = []
+        baseline = [tap("a", own, 0), tap("b", own, 1)]
+        target = [tap(name, value, n) for n, (name, value) in enumerate(taps.items())]
+
+        def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+            runs.append({pair.target for pair in grafts})
+            return baseline, target
+
+        return rounds._without_lookalikes(record, (baseline, target), Proposal(pairs)), runs
+
+    other = Pair("b", "z", rel=0.0)
+    found, runs = without(Pair("a", "x", rel=1e-2), Pair("a", "y", rel=1e-2), other, x=near, y=far, z=own)
+    assert [pair.target for pair in found.pairs] == ["x", "z"]
+    assert found.unmatched_target == {"y": "its values are near those of a, and x is much nearer"}
+    assert runs == [{"z"}]
+    assert found.pairs[0].rel is not None
+    assert found.pairs[0].rel < 1e-3
+    # One pair alone, pairs that are equal up to rounding and pairs that are equally far are left as they are.
+    for pairs, taps, count in (
+        ((Pair("a", "x", rel=1e-2), other), {"x": far, "z": own}, 0),
+        ((Pair("a", "x", rel=1e-8), Pair("a", "y", rel=0.0)), {"x": own, "y": own}, 0),
+        ((Pair("a", "x", rel=1e-2), Pair("a", "y", rel=1e-2)), {"x": far, "y": own + (own - far)}, 1),
+    ):
+        found, runs = without(*pairs, **taps)
+        assert [pair.target for pair in found.pairs] == [pair.target for pair in pairs]
+        assert len(runs) == count
+    # A part of the target's tap is not measured as a whole.
+    part = Pair("a", "y", parse_layout("part(dim=0, index=0, of=[1, 1])"), "target", rel=1e-2)
+    found, _ = without(Pair("a", "x", rel=1e-2), part, x=near, y=torch.cat([far, far]))
+    assert [pair.target for pair in found.pairs] == ["x", "y"]
+    assert found.pairs[1].rel == 1e-2
+
+
 def test_a_round_keeps_earlier_pairs_by_value_behind_those_of_the_next() -> None:
     before = Proposal((Pair("a", "x", rel=0.0), Pair("b", "y", rel=0.0), Pair("c", "z", sureness="rule")))
     following = Proposal(
@@ -1019,6 +1085,32 @@ def test_changed_values_of_a_weight_are_described() -> None:
     spoiled[2] = 5.0
     assert said(spoiled, sureness="rule", rel=0.9) == ["b differs from a in 5 of 30 elements: row 2"]
     assert said(x, sureness="rule", rel=0.0) == said(spoiled, sureness="exact", rel=0.9) == []
+    # Nearer than rounding of each element, but not equal.
+    assert said(x * (1 + 5e-7), rel=5e-7) == ["b is a up to rel_l2 5e-07 everywhere"]
+    one_row = x.clone()
+    one_row[1] *= 1 + 5e-7
+    assert said(one_row, rel=2e-7) == ["b is a up to rel_l2 2e-07 in 5 of 30 elements: row 1"]
+    for wrong in (math.nan, math.inf):
+        spoiled = x.clone()
+        spoiled[3, 2] = wrong
+        assert said(spoiled, sureness="rule", rel=math.inf) == ["b differs from a in 1 of 30 elements: row 3"]
+    # Beside values that differ by rounding, those that differ by more are named.
+    spoiled = x * (1 + 5e-7)
+    spoiled[4, 1] = 3.0
+    assert said(spoiled, sureness="rule", rel=0.3) == ["b differs from a in 1 of 30 elements: row 4"]
+
+
+def test_single_numbers_and_complex_weights_that_differ_are_described() -> None:
+    def said(one: Tensor, other: Tensor) -> list[str]:
+        pair = Pair("a", "b", sureness="guess", rel=0.5)
+        return _changed_values(pair, {"a": tap("a", one, 0)}, {"b": tap("b", other, 0)})
+
+    assert said(torch.tensor(1.0), torch.tensor(1.5)) == ["b differs from a: 1.5 in place of 1"]
+    assert said(torch.tensor([7]), torch.tensor([0])) == ["b differs from a: 0 in place of 7"]
+    turns = torch.polar(torch.ones(4, 3), values(4, 3, seed=1))
+    conjugated = turns.clone()
+    conjugated[1] = conjugated[1].conj()
+    assert said(turns, conjugated) == ["b differs from a in 3 of 12 elements: row 1"]
 
 
 def test_only_wider_values_of_a_whole_weight_may_have_been_rounded() -> None:

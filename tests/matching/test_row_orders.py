@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -515,6 +516,29 @@ def test_a_layout_whose_steps_undo_each_other_is_left_out() -> None:
     steps = (Gather.of_rows((2, 9), range(18), (18,)), Rearrange("(a b) -> a b", (("b", 9),)))
     found = Pair("ids", "ids", Layout(steps), rel=0.0)
     assert taps.real(found).layout == Layout()
+
+
+def test_the_rows_of_a_call_are_those_that_its_thread_showed_of_that_tap_around_it() -> None:
+    rows, rule = BatchRows(), PairRule("h", "x", "rows(of='ids', into='tokens')", "baseline")
+    ids = torch.arange(3)
+    rows.show("ids", ids, (("layer", 1),))
+    rows.show("ids", ids + 1, (("layer", 2),))
+    rows.show("other", ids + 2, ())
+    rows.show("tokens", ids + 3, ())
+    # A single number and complex values have no rows.
+    rows.show("ids", torch.tensor(1.0), ())
+    rows.show("ids", torch.ones(3, 2, dtype=torch.complex64), ())
+    thread = threading.Thread(target=rows.show, args=("ids", ids + 4, ()))
+    thread.start()
+    thread.join()
+
+    def shown(is_whole: bool, *around: tuple[str, int]) -> dict[str, int]:
+        return {name: len(each) for name, each in (rows.of(rule, is_whole, around) or {}).items()}
+
+    assert shown(True, ("layer", 1), ("t", 0)) == {"ids": 1}
+    assert shown(True) == {"ids": 0}
+    assert shown(False) == {"tokens": 1}
+    assert rows.of(PairRule("h", "x", "same", "baseline"), True, ()) is None
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

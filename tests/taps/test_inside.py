@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import importlib
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import graftlab as gl
 from graftlab.config import GraftConfig
 from graftlab.jobs.on_import import watch_first_model
-from graftlab.taps import inside
+from graftlab.taps import inside, operation_names
 from graftlab.taps.watch import kinds_of_watched
 
 
@@ -298,6 +299,42 @@ def test_an_installed_helper_is_passed_over_for_the_line_that_calls_it(
 
     line, end = line_of("heads = split(x)"), line_of("return heads.exp()")
     assert names_of(recorder, Model(), X) == [f"{line}.mul", f"{line}.add", f"{end}.exp"]
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    class Summed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce(split(x) * 3)
+
+    # What it computes on the way is no part of a sum over ranks.
+    line = line_of("return all_reduce(split(x) * 3)")
+    assert names_of(recorder, Summed(), X) == [f"{line}.mul", f"{line}.add"]
+
+
+def test_a_single_number_is_a_tap_and_what_is_no_tensor_is_none(recorder: Recorder) -> None:
+    def function(module: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum()
+        size = x.size()
+        both, _ = functional.multi_head_attention_forward(
+            *(x[0][:, None],) * 3,
+            *(8, 2, torch.ones(24, 8), None, None, None, False, 0.0, torch.eye(8), None),
+            need_weights=False,
+        )
+        return total * size[0] + both.sum()
+
+    names = names_of(recorder, Calls(function), X)
+    assert names[0] == "function.total"
+    assert "function.both" in names
+    assert "function.size" not in names
+
+
+def test_the_second_and_later_operations_of_a_line_are_numbered_in_words() -> None:
+    same = ast.parse("; ".join(["f()"] * 112)).body
+    endings = {number: operation_names._numbered([*same], same[number - 1]) for number in (1, 2, 3, 4, 11, 12, 13, 22)}
+    assert [*endings.values()] == ["", ".2nd", ".3rd", ".4th", ".11th", ".12th", ".13th", ".22nd"]
+    assert operation_names._numbered([*same], same[110]) == ".111th"
+    assert operation_names._numbered(same[::-1], same[20]) == ".21st"
 
 
 def test_other_modes_are_no_code_of_the_model(recorder: Recorder) -> None:

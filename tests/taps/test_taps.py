@@ -17,6 +17,7 @@ from kit.support import own_value, run_cell
 
 import graftlab as gl
 from graftlab.taps import calls as taps
+from graftlab.taps.routing import taps_within
 
 
 class Recorder:
@@ -283,6 +284,64 @@ def test_a_generator_may_outlive_the_tags_around_its_first_value(recorder: Recor
     assert recorder.tags_of("caller") == [{"phase": "decode", "request": 7}]
     assert recorder.tags_of("after") == [{}]
     assert not taps._in_generators
+
+
+def test_a_generator_that_begins_in_one_thread_may_end_in_another(recorder: Recorder) -> None:
+    def layers() -> Iterator[int]:
+        with gl.tags(layer=1):
+            yield 1
+
+    begun = layers()
+    thread = threading.Thread(target=next, args=(begun,))
+    thread.start()
+    thread.join()
+    with gl.tags(phase="decode"):
+        begun.close()
+        gl.tap("x", 1)
+    gl.tap("x", 1)
+    assert recorder.tags_of("x") == [{"phase": "decode"}, {}]
+    assert not taps._in_generators
+
+
+def test_a_context_manager_that_is_dropped_ends_its_own_tags(recorder: Recorder) -> None:
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with gl.tags(phase=name):
+            yield
+
+    dropped = phase("prefill")
+    dropped.__enter__()
+    gl.tap("x", 1)
+    # Its generator is closed by no context manager.
+    del dropped
+    gl.tap("x", 1)
+    assert recorder.tags_of("x") == [{"phase": "prefill"}, {}]
+
+
+def test_a_gradient_after_the_session_is_left_as_it_is(recorder: Recorder) -> None:
+    x = torch.ones(3, requires_grad=True)
+    taps.tap_gradient("x", x, {"layer": 2})
+    taps.tap_gradient("none", torch.ones(3), {})
+    (x * 2).sum().backward()
+    assert [(name, tags) for name, tags in recorder.seen] == [("x", {"layer": 2, "kind": "grad"})]
+    taps.deactivate()
+    x.grad = None
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert (x.grad.tolist(), len(recorder.seen)) == ([2.0] * 3, 1)
+
+
+def test_a_tracer_sees_taps_outside_a_session_and_nothing_is_left_of_it() -> None:
+    assert taps.tap_handler() is None
+    with taps.tracing({}, lambda: True):  # type: ignore[arg-type]
+        handler = taps.tap_handler()
+        assert handler is not None
+        assert not handler.may_take("x")
+        assert handler.tap("x", 3, None, {}) == 3
+        assert taps.grafter() is not None
+    assert taps.tap_handler() is None
+    with taps_within(lambda: contextlib.nullcontext()):
+        assert taps.tap_handler() is None
 
 
 def test_a_context_manager_made_of_a_generator_sets_tags_for_its_block(recorder: Recorder) -> None:

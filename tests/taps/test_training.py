@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from kit.recorder import Recorder
 from kit.support import reset
 from torch import nn
 
 import graftlab as gl
 from graftlab.taps import training
+from graftlab.taps.training import tap_gradients
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +229,53 @@ def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_shows_settings_gradients_state_and_weights_in_their_order(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)
+    groups = [{"params": list(model[0].parameters()), "lr": 0.5}, {"params": [model[1].weight], "betas": (0.5, 0.25)}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.125), fused=False)
+    with gl.watch_training(model, optimizer, prefix="m.") as watched:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert watched.names == ["m.0.weight", "m.0.bias", "m.1.weight", "m.1.bias"]
+    shown = dict(recorder.shown)
+    # One value for each trained weight; NaN for one that the optimizer does not have.
+    assert torch.allclose(
+        shown["m.optimizer.lr optimizer"], torch.tensor([0.5, 0.125, math.nan]).double(), equal_nan=True
+    )
+    assert shown["m.optimizer.betas[1] optimizer"][:2].tolist() == [0.999, 0.25]
+    assert not any("foreach" in name or "fused" in name or "params" in name for name in shown)
+    gradients = [name for name in recorder.names if name.endswith("param_grad")]
+    assert sorted(gradients) == ["m.0.weight param_grad", "m.1.bias param_grad", "m.1.weight param_grad"]
+    assert gradients[-1] == "m.0.weight param_grad", "the first layer's gradient is computed last"
+    after = recorder.names[recorder.names.index(gradients[-1]) + 1 :]
+    assert after[:4] == [
+        f"m.0.weight{each}" for each in (".step optimizer", ".exp_avg optimizer", ".exp_avg_sq optimizer", " param")
+    ]
+    assert "m.0.bias param" not in after
+    assert recorder.tags["m.0.weight param"] == {"kind": "param", "updated": True}
+
+
+@pytest.mark.parametrize("is_grafted", [False, True])
+def test_a_scalers_factor_is_left_out_and_put_back_with_a_graft(is_grafted: bool, recorder: Recorder) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([0.1, 0.2, 0.3]) * 3
+    given, before = weight.grad, weight.grad.clone()
+    optimizer: Any = torch.optim.SGD([weight], lr=1.0)
+    optimizer.grad_scale = torch.tensor(3.0)
+    if is_grafted:
+        recorder.grafts["w param_grad"] = lambda value: value + 1
+    tap_gradients(recorder, optimizer, [("w", weight), ("none", nn.Parameter(torch.ones(1)))])
+    assert weight.grad is given
+    assert torch.equal(recorder.shown[0][1], before / 3)
+    # Where nothing was grafted, dividing and multiplying again would round.
+    assert torch.equal(given, ((before / 3 + 1) * 3) if is_grafted else before)
+    optimizer.grad_scale = None
+    recorder.grafts.clear()
+    tap_gradients(recorder, optimizer, [("w", weight)])
+    assert torch.equal(recorder.shown[1][1], before if not is_grafted else (before / 3 + 1) * 3)
 
 
 def test_outside_a_session_nothing_of_training_is_hooked() -> None:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kit.recorder import Recorder
 from kit.support import own_value
 from torch import nn
 
 import graftlab as gl
+from graftlab.taps.watch import weights_of
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
@@ -297,6 +299,36 @@ def test_a_module_that_people_call_like_a_wrappers_keeps_its_name() -> None:
 )
 def test_include_and_exclude_choose_modules(include: Any, exclude: Any, expected: list[str]) -> None:
     assert gl.watch(made_model(), include=include, exclude=exclude).names == expected
+
+
+def test_weights_are_found_with_their_buffers_and_types() -> None:
+    class FSDPModule:
+        """What torch adds to the classes of sharded modules."""
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def names(wanted: str = "", **more: Any) -> list[str]:
+        return list(weights_of(model, "m.", lambda name, kind: wanted in (name, kind, ""), lambda *_: False, **more))
+
+    weights = ["m.0.weight", "m.0.bias", "m.1.weight", "m.1.bias"]
+    assert names(buffers=False) == weights
+    assert names() == [*weights, "m.1.running_mean", "m.1.running_var", "m.1.num_batches_tracked"]
+    assert names("Linear") == weights[:2]
+    model[0].__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    assert names("Linear") == weights[:2]
+    model[1].__class__ = type("Own", (nn.BatchNorm1d,), {})
+    assert names("Own", buffers=False) == weights[2:]
+
+
+def test_the_extras_of_a_watched_module_are_those_of_its_call(recorder: Recorder) -> None:
+    seen: list[Any] = []
+    recorder.tap = lambda name, value, extras, tags, replace=False: seen.append((name, extras)) or value  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    x = torch.ones(3)
+    with gl.watch(model, include="name == '0'", extras=lambda module, args, output: {"given": args[0] is x}):
+        # The module returns its input, and no graft has replaced it.
+        assert model(x) is x
+    assert seen == [("0", {"given": True})]
 
 
 @pytest.mark.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.taps import calls
-from graftlab.taps.module_inputs import ModuleInputs, _watched
+from graftlab.taps.module_inputs import ArgumentTaps, ModuleInputs, _watched
 from graftlab.taps.watch import kinds_of_watched
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -189,3 +190,67 @@ def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> 
             assert layer_of("after") == 1
         assert layer_of("outside") is None
     assert dict(calls.ambient.get()) == {}
+
+
+def test_an_argument_that_a_graft_replaces_reaches_the_module_and_the_others_stay(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, other, new = torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)
+    named: list[str] = []
+
+    def tap_one(name: str, value: torch.Tensor) -> torch.Tensor:
+        named.append(name)
+        return new if value is given else value
+
+    def forward(x: torch.Tensor, *rest: torch.Tensor, mask: Any = None) -> None:
+        """A module's forward."""
+
+    hook = ArgumentTaps(forward, lambda: tap_one, lambda name, value, tap: tap(name, value))
+    module = nn.Identity()
+    assert hook(module, (other, other), {"mask": other}) is None
+    assert named == ["x", "[1]", "mask"]
+    calls_of: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((given, other), {"mask": other}),
+        ((other, given), {}),
+        ((other,), {"mask": given}),
+    ]
+    for args, kwargs in calls_of:
+        found = hook(module, args, kwargs)
+        assert found is not None
+        changed = [*found[0], *found[1].values()]
+        wanted = [new if each is given else each for each in (*args, *kwargs.values())]
+        assert all(one is another for one, another in zip(changed, wanted, strict=True))
+    named.clear()
+    monkeypatch.setattr(calls, "_handler", None)
+    assert hook(module, (given,), {}) is None
+    assert named == [], "there is no session"
+
+
+def test_another_tensor_in_the_place_of_a_deleted_one_has_another_number() -> None:
+    inputs = ModuleInputs([], [])
+    one, other = torch.ones(1), torch.ones(1)
+    assert [inputs._number(each) for each in (one, other, one)] == [1, 2, 1]
+    gone = torch.ones(1)
+    inputs._tensors[id(one)] = weakref.ref(gone), 7
+    assert inputs._number(one) == 3
+    del gone
+    inputs._tensors[id(other)] = weakref.ref(torch.ones(1)), 8
+    assert inputs._number(other) == 4
+
+
+def test_the_gradients_of_watched_modules_are_taps_with_their_tags(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.ones(1, 4)
+    recorder.grafts["1 grad"] = torch.zeros_like
+    with gl.watch(model, grads=True), gl.tags(phase="train"):
+        model(x).sum().backward()
+    assert recorder.names == ["0", "1", "output", "1 grad", "output grad", "0 grad"]
+    assert recorder.tags["0 grad"] == {"phase": "train", "kind": "grad"}
+    # A graft into a gradient flows on.
+    weight = model[0].weight
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
+    recorder.shown.clear()
+    with gl.watch(model):
+        model(x).sum().backward()
+    assert recorder.names == ["0", "1", "output"]

@@ -69,6 +69,37 @@ def test_a_table_of_taps_has_the_largest_value_of_the_run_beside_the_newest() ->
     assert (shown["value"], shown["highest"]) == ([1e-6], [0.5])
 
 
+def test_each_line_of_a_live_display_has_what_is_known_of_its_row() -> None:
+    rows = [
+        row("a", order=0, nonfinite_differ=3, rel_l2=0.123456, plan_version=2, step=4, note="a note\nmore"),
+        row("b", order=1, status="grafted", direction="t2b", side="baseline", rank=1, step=5, error="e" * 1000),
+        row("c", order=2, direction="t2b", aligned_by="requests", step=5, nonfinite_differ=None),
+    ]
+    found = conclude_from(rows)
+    shown = explorer.figures(found, "3 rows")
+    assert shown["status"] == ["compared", "grafted", "compared"]
+    assert shown["value"][0] == 0.1235
+    assert shown["nonfinite"] == [3, 0, 0]
+    assert shown["worst"] == ["target[0]", "baseline[1]", "target[0]"]
+    assert (shown["step"], shown["plan"]) == ([4, 5, 5], [2, 0, 0])
+    # Only a graft has a direction that matters.
+    assert shown["way"] == ["", "t2b", ""]
+    assert (shown["note"][0], shown["note"][2]) == ("a note", "requests")
+    assert 10 < len(shown["note"][1]) < 1000
+    assert shown["notes"] == [[0, "first divergent: a"]]
+    assert (shown["count"], shown["headline"]) == ("3 rows", explorer.headline(found))
+    assert explorer.headline(found).startswith("Run 0, steps 4 to 5, plans 0 to 2, 3 taps: ")
+    failing = explorer.headline(found, {"target[0]": "ValueError: " + "x" * 300, "target[1]": "other"})
+    assert failing.startswith("Run 0 failed on target[0], target[1] (ValueError: x")
+    assert len(failing) < 600
+    assert explorer.headline(conclude_from([])) == "Nothing was compared yet."
+    assert [column[1] for column in shown["columns"] if column[1] not in {*shown, *explorer.taps(found)}] == []
+    assert [explorer.rounded(value) for value in (None, math.nan, 1.23456e-7)] == [None, None, 1.235e-7]
+    assert explorer.rounded(math.inf) == explorer._INFINITE
+    both = conclude_from([row("h", direction="b2t"), row("h", order=2, side="baseline", direction="t2b")])
+    assert explorer.taps(both) == {"label": ["h", "h t2b"], "order": [1, 2]}
+
+
 def test_the_first_divergent_line_follows_the_order_of_the_rows_not_their_steps() -> None:
     rows = [
         row("grafted", step=9, rel_l2=0.5, status="grafted"),

@@ -337,6 +337,11 @@ def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: Fak
     # A second page shows what the first one does.
     views(2)
     assert panel.followed == followed + 1
+    # Of one that is closed, a page may still report.
+    views(0)
+    panel.close()
+    panel._on_view_count({"new": 1, "old": 0})
+    assert panel not in refresher
 
 
 def test_a_snapshot_has_other_forms_for_viewers_without_html(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,15 @@ def test_rules_are_added_listed_and_removed(session: gl.Session, screen: Screen)
     screen.browser.kernel_works()
     assert session.plan.rename == (("target", r"^model\.", ""),)
     assert f"Published version {session.plan.version}" in screen.message
+    renames = screen.panel._renames  # type: ignore[attr-defined]
+    # The fields are ready for another rule, and a rule that is typed is taken as a whole.
+    assert (renames._pattern.value, renames._new.value, screen.shown("rule-preview")) == ("", "", "")
+    assert not (renames._pattern.continuous_update)
+    assert not (renames._new.continuous_update)
+    # What is shown already is left as it is.
+    buttons = renames._buttons
+    screen.panel.refresh()
+    assert renames._buttons is buttons
     write(screen, "baseline", "mlp", "ffn")
     screen.click("add-rule")
     screen.browser.kernel_works()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from graftlab import __main__ as command
 from graftlab.zoo import scoring
 from graftlab.zoo.controls import CONTROLS
-from graftlab.zoo.faults import FAULTS, math_of, weights_of
+from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
 from graftlab.zoo.line_truth import LINES, has_line
 from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
 from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
@@ -76,11 +77,17 @@ def test_a_specimen_in_low_precision_is_so_on_the_target_alone(monkeypatch: pyte
 
 
 def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() -> None:
+    returned: dict[str, list[float]] = {}
+
     def difference(program: Program) -> float:
         forget_calls()
+        # For dropout.
+        torch.manual_seed(0)
         with torch.no_grad():
             # A fault in some calls shows in one of three.
-            return max(_distance(program.body(False), program.body(True)) for _ in range(3))
+            pairs = [(program.body(False), program.body(True)) for _ in range(3)]
+        returned[program.name] = [_fingerprint(each) for each in pairs[-1]]
+        return max(_distance(*pair) for pair in pairs)
 
     off = {each.name: difference(each) for each in PROGRAMS}
     # Rounding to 4 bits moves a weight by a tenth.
@@ -88,6 +95,35 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > allowed[each.name]] == []
     only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
     assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
+    _are_as_before(returned)
+
+
+# What each specimen expects of a verdict, and one number for what each of its sides returns. A score counts the same
+# specimens in every version, so one that is changed on purpose is changed here too, and the scores are made again.
+BEFORE: dict[str, list[Any]] = json.loads(Path(__file__).with_name("specimens.json").read_text(encoding="utf-8"))
+
+
+def _expected_of(specimen: Specimen | Program) -> str:
+    """What a specimen is run as and must be named, on one line."""
+    fields = {field.name: getattr(specimen, field.name) for field in dataclasses.fields(specimen)}
+    shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+    left_out = ("name", "area", "body", "math", "weights")
+    return ", ".join(f"{name}={value}" for name, value in shown.items() if value and name not in left_out)
+
+
+def test_what_is_expected_of_each_specimen_is_as_it_was_written_down() -> None:
+    expected = {each.name: _expected_of(each) for each in (*FAULTS, *CONTROLS, *PROGRAMS)}
+    assert expected == {name: text for name, (text, *_) in BEFORE.items()}
+
+
+def _fingerprint(value: object) -> float:
+    flat = torch.cat([leaf.detach().flatten().double() for leaf in _leaves(value)]).nan_to_num(0.0, 1.0, -1.0)
+    return float((flat * torch.arange(1.0, len(flat) + 1).double().cos()).sum() / flat.norm().clamp(min=1e-30))
+
+
+def _are_as_before(returned: dict[str, list[float]]) -> None:
+    before = {name: BEFORE[name][1:] for name in returned}
+    assert {name: found for name, found in returned.items() if found != pytest.approx(before[name], abs=0.02)} == {}
 
 
 def _distance(wanted: object, found: object) -> float:
@@ -111,9 +147,14 @@ def test_faults_of_the_forward_pass_alone_move_the_logits() -> None:
     tokens, weights = scoring.make_tokens(config), make_weights(config)
     wanted = Model(Math(config), weights)(tokens)
 
-    def off(specimen: object) -> float:
-        own = Model(math_of(specimen)(config, RankShard()), weights_of(specimen, weights))  # type: ignore[arg-type]
-        return float((own(tokens) - wanted).norm() / wanted.norm())
+    returned: dict[str, list[float]] = {}
+
+    def off(specimen: Specimen) -> float:
+        own = Model(math_of(specimen)(config, RankShard()), weights_of(specimen, weights))(tokens)
+        apart = float((own - wanted).norm() / wanted.norm())
+        # Those that agree differ by rounding alone, which says nothing.
+        returned[specimen.name] = [_fingerprint(own), _fingerprint(own - wanted) if apart > 1e-3 else 0.0]
+        return apart
 
     with torch.no_grad():
         unmoved = [each.name for each in FAULTS if each.regime == "forward" and off(each) < 1e-5]
@@ -121,6 +162,7 @@ def test_faults_of_the_forward_pass_alone_move_the_logits() -> None:
         # Their truth is a gradient, so the values are right.
         moved += [each.name for each in FAULTS if each.regime == "backward" and off(each) > 1e-5]
     assert (unmoved, moved) == ([], [])
+    _are_as_before(returned)
 
 
 @pytest.mark.ranks
