@@ -19,9 +19,9 @@ from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns, kept_pair
-from graftlab.plan.pairs import PairRule
+from graftlab.plan.pairs import PairRule, PairTable
 from graftlab.rows.schema import MEASURED
-from graftlab.taps.module_inputs import FIRST, KIND
+from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
 from graftlab.verdict.hints import Hint, hint_of
@@ -144,8 +144,8 @@ class Mechanisms:
         over = frame[frame["group"].isin(list(named)) & (frame["ratio"] > threshold)]
         wanted, names = wanted_inputs(values, list(dict.fromkeys(over["name"])))
         before = self._runs.before
-        # Inputs have no layout of their own, and no rule renames them.
-        pairs = [PairRule(*each) for each in names] if before.pairs or before.rename else []
+        # No rule renames inputs, or has their layout.
+        pairs = _rules_of_inputs(names, before.pairs) if before.pairs or before.rename else []
         again, calls = self._runs.with_module_inputs(
             wanted, RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._one_sided, pairs=pairs)
         )
@@ -229,6 +229,21 @@ class Mechanisms:
     def _pair(self, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._pairs.get(call_key(row))
         return kept_pair(self._runs, row, row["step"]) if known is None else known
+
+
+def _rules_of_inputs(names: Iterable[tuple[str, str]], rules: Sequence[PairRule]) -> list[PairRule]:
+    """The pairs of modules' inputs, of these names. They have their rows where the modules' outputs have them."""
+    table, found = PairTable(rules), []
+    for baseline, target in names:
+        tap, counterpart = target.removesuffix(SUFFIX), baseline.removesuffix(SUFFIX)
+        of_output = (each.rule for each in table.of("target", tap, {}) if each.baseline_name == counterpart)
+        rule = next(filter(None, of_output), None)
+        layout = None if rule is None else rule.parsed.on_leading_dims()
+        if rule is None or layout is None:
+            found.append(PairRule(baseline, target))
+        else:
+            found.append(PairRule(baseline, target, layout.text, rule.whole))
+    return found
 
 
 def _filter_of_rows(rows: Iterable[Any]) -> str | None:

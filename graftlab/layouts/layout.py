@@ -12,6 +12,7 @@ from torch import Tensor
 from graftlab.errors import LayoutError
 from graftlab.layouts.gathering import Gather, Rows
 from graftlab.layouts.mesh import Coordinates, Mesh
+from graftlab.layouts.rearrange import Rearrange
 from graftlab.layouts.shards import MeshStep, OneOf, Replicate, Shard
 from graftlab.layouts.steps import Disagreement, Step, StepContext, disagreement
 
@@ -71,6 +72,19 @@ class Layout:
     def text(self) -> str:
         """The text that :func:`graftlab.layouts.parse_layout` parses; it does not include the mesh."""
         return " | ".join(step.text for step in self.steps) or "same"
+
+    def on_leading_dims(self) -> Layout | None:
+        """The layout of tensors with the same leading dimensions and any others, such as the inputs of a module.
+
+        None if a step changes more than the leading dimensions; see :meth:`.Rearrange.on_leading_dims`.
+        """
+        steps: list[Step] = []
+        for step in self.steps:
+            leading = step.on_leading_dims() if isinstance(step, Rearrange) else step
+            if not isinstance(leading, (Rearrange, Gather, Rows)):
+                return None
+            steps.append(leading)
+        return Layout(tuple(steps)) if self.mesh.size == 1 else None
 
     @property
     def mesh_names(self) -> list[str]:

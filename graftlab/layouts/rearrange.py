@@ -144,6 +144,21 @@ class Rearrange:
                 given[other] = sizes[other]
         return Rearrange(self.pattern, tuple(given.items()))
 
+    def on_leading_dims(self) -> Rearrange | None:
+        """The same for any dimensions in place of the last ones, which this leaves alone: ``"a b ... -> (a b) ..."``.
+
+        None if it changes the order of numbers, leaves no dimension alone, or only changes dimensions of length 1.
+        """
+        left, right, kept = list(self._left), list(self._right), 0
+        while left and right and left[-1] == right[-1] and len(left[-1]) == 1:
+            left.pop()
+            kept += right.pop() is not None
+        axes = [axis for group in left for axis in group]
+        if not (kept and axes) or ELLIPSIS in axes or axes != [axis for group in right for axis in group]:
+            return None
+        pattern = " -> ".join(" ".join([*map(_shown, groups), ELLIPSIS]) for groups in (left, right))
+        return Rearrange(pattern, tuple((axis, size) for axis, size in self.sizes if axis in axes))
+
     def get(self, before: Tensor, at: StepContext) -> Tensor:
         sizes, more = self._solve(self._left, before.shape, "left")
         atoms, onto = self._atoms(self._left, more), self._atoms(self._right, more)
@@ -243,3 +258,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _expanded(axis: str, more: int) -> list[str]:
     return [f"...{number}" for number in range(more)] if axis == ELLIPSIS else [axis]
+
+
+def _shown(group: Group) -> str:
+    return group[0] if len(group) == 1 else f"({' '.join(group)})" if group else "1"

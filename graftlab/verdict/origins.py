@@ -293,10 +293,11 @@ class _Search:
         return "baseline" if of_side["baseline"] and not of_side["target"] else "target"
 
     def _left_out_by_side(self, given: _ModuleInputs) -> dict[Side, list[str]]:
-        names = {f"{given.tap}{SUFFIX}", str(given.rows["baseline_name"].iloc[0])}
+        # By each side's own name: another module's output may be paired with the same tap.
+        names = {"target": f"{given.tap}{SUFFIX}", "baseline": str(given.rows["baseline_name"].iloc[0])}
         of_side: dict[Side, dict[str, None]] = {"target": {}, "baseline": {}}
         for row in self._not_compared:
-            if names & {row["baseline_name"], row["target_name"], row["name"]}:
+            if names[row["side"]] in (row[f"{row['side']}_name"], row["name"]):
                 of_side[row["side"]][row["tags"]["argument"]] = None
         return {side: list(found) for side, found in of_side.items()}
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
-from graftlab.judging.mechanisms import LentWeights, Mechanisms, _distance
+from graftlab.judging.mechanisms import LentWeights, Mechanisms, _distance, _rules_of_inputs
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
+from graftlab.plan.pairs import PairRule
 from graftlab.rows.store import to_frame
+from graftlab.taps.module_inputs import SUFFIX
 from graftlab.verdict.unexplained import ReturnedValues
 
 Pair = tuple[Tensor, Tensor]
@@ -250,3 +252,23 @@ def test_rows_without_a_measured_value_have_no_distance() -> None:
     # A gradient comes after the values, whatever its place.
     grad = tap("a", 9, 0.5, own={"kind": "grad"})
     assert _distance(to_frame([tap("a", 1, 1e-4), grad]), None) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        # A batch of sequences beside packed ones, and rows found in each batch: inputs have their rows there, too.
+        (("a.norm", "b.norm", "a b c -> (a b) c"), "a b ... -> (a b) ..."),
+        (("a.norm", "b.norm", "rows(of='ids', into='tokens')", "target"), "rows(of='ids', into='tokens')"),
+        # The output's features may be arranged otherwise than the input's, and dims of length 1 need no layout.
+        (("a.norm", "b.norm", "a b (c d) -> (a b) d c, c=2"), "same"),
+        (("a.norm", "b.norm", "1 a b -> a b"), "same"),
+        # Another pair of one of the two taps.
+        (("a.other", "b.norm", "a b c -> (a b) c"), "same"),
+    ],
+)
+def test_inputs_of_modules_have_their_rows_where_outputs_have_them(rule: tuple[Any, ...], expected: str) -> None:
+    names = ("a.norm", "b.norm")
+    (found,) = _rules_of_inputs([(f"{names[0]}{SUFFIX}", f"{names[1]}{SUFFIX}")], [PairRule(*rule)])
+    assert (found.baseline, found.target, found.layout) == (f"{names[0]}{SUFFIX}", f"{names[1]}{SUFFIX}", expected)
+    assert found.whole == (rule[3] if len(rule) > 3 else "baseline")

@@ -599,3 +599,29 @@ def test_the_torch_code_of_a_rearrangement_computes_what_it_does(
     found = eval(f"x{step.torch_code(shape)}", {"x": x})
     assert found.shape == expected.shape
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b c -> (a b) c", "a b ... -> (a b) ..."),
+        ("(a b) c d -> a b c d, a=2", "rearrange('(a b) ... -> a b ...', a=2)"),
+        ("1 a b c -> (a b) c", "1 a b ... -> (a b) ..."),
+        ("a b c -> (a b) c | gather(of=[6], runs=[[0, 3]], into=[3])", None),
+        # Numbers in another order, features that are split, nothing left alone, dims of length 1, or a part.
+        ("a b c -> (b a) c", ""),
+        ("a (b c) -> a b c, b=2", ""),
+        ("a b -> (a b)", ""),
+        ("1 a b -> a b", ""),
+        ("a ... -> ... a", ""),
+        ("a b c -> (a b) c | shard(dim=0, mesh='tp')", ""),
+    ],
+)
+def test_a_layout_of_rows_alone_is_that_of_other_tensors_with_these_rows(text: str, expected: str | None) -> None:
+    found = parse_layout(text).on_leading_dims()
+    if expected is None:
+        expected = text.replace("a b c -> (a b) c", "a b ... -> (a b) ...")
+    assert ("" if found is None else found.text) == expected
+    if found is not None and "gather" not in text and "a=2" not in text:
+        whole = torch.arange(24.0).reshape((1, 2, 3, 4) if text.startswith("1") else (2, 3, 4))
+        assert torch.equal(found.local(whole), whole.reshape(6, 4))

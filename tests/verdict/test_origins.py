@@ -39,6 +39,7 @@ class Tap(NamedTuple):
     argument: str | None = None
     occurrence: int = 0
     side: str = "target"
+    baseline: str | None = None
 
 
 def origins(
@@ -54,7 +55,7 @@ def origins(
         tags: dict[str, Any] = {"name": tap.name}
         if tap.argument is not None:
             tags |= {"kind": KIND, "argument": tap.argument}
-        names = {"name": tap.name, "baseline_name": tap.name, "target_name": tap.name}
+        names = {"name": tap.name, "baseline_name": tap.baseline or tap.name, "target_name": tap.name}
         place = {"rank": 0, "step": 0, "occurrence": tap.occurrence, "order": order, "tags": tags, "side": tap.side}
         rows.append({**names, **place, "status": "unmatched" if tap.ratio is None else "compared"})
         if tap.ratio is not None:
@@ -138,6 +139,16 @@ def test_a_module_whose_inputs_were_not_all_compared_is_not_called_wrong(
     assert found.found == ()
     assert found.not_compared == {"attn.o": left}
     assert not found.covers("attn.o")
+
+
+def test_an_input_of_another_module_whose_output_is_paired_with_the_same_tap_is_no_doubt() -> None:
+    # A layer's first result may be what its last module returns, and both are paired with the baseline's module.
+    alike = {"baseline": "attn.in"}
+    layer = given("layer", None, "residual", **alike)
+    taps = (given("attn", 0.5, **alike), Tap("q", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5))
+    assert origins(*taps, layer).found[0].not_compared == ()
+    own = given("attn", None, "mask", side="baseline", **alike)
+    assert origins(*taps, layer, own).found[0].not_compared == ("mask",)
 
 
 @pytest.mark.parametrize(
