@@ -181,7 +181,13 @@ def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     words = ["compare", "python a.py", "python b.py"]
     assert main([*words, "--json"]) == 1
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["named"] == ["norm"]
+    answer = json.loads(shown.out)
+    assert (answer["named"], answer["exit_code"], answer["pairs"], answer["way"]) == (["norm"], 1, None, "held")
+    monkeypatch.setattr(Answered, "match", SimpleNamespace(pairs=[1, 2, 3]))
+    monkeypatch.setattr(Answered, "starts", 5)
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["pairs"], answer["way"], answer["starts"]) == (3, "started again", 5)
     assert shown.err == "a model's own output\n"
     assert opened == []
     assert main([*words, "--open", "--report", str(tmp_path / "page.html")]) == 1

@@ -666,6 +666,16 @@ def test_losses_that_parts_ranks_and_scalers_explain_agree(
     assert losses_found(ours, theirs, **more) == ""
 
 
+def test_losses_of_models_that_round_to_16_bits_may_differ_by_that() -> None:
+    whole = drawn(0)
+    ours, theirs = (replace(description({"w": whole}, {"w": whole}), losses=(loss,)) for loss in (2.5, 2.52))
+    rows = [row("w", 0, whole, whole)]
+    assert judge_gradients(rows, [ours], [theirs], {}).losses
+    inside = [replace(each, of_results=samples(out=whole.bfloat16())) for each in (ours, theirs)]
+    assert judge_gradients(rows, inside[:1], [theirs], {}).losses == ""
+    assert judge_gradients(rows, inside[:1], inside[1:], {}).losses == ""
+
+
 @pytest.mark.parametrize("theirs", [[[2.6]], [[1.0, 1.6]], [[2.1], [3.1]], [[float("nan")]], [[2560.0]]])
 def test_losses_that_nothing_explains_are_reported_beside_equal_gradients(theirs: list[list[float]]) -> None:
     said = losses_found([[2.5]], theirs)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
-from graftlab.comparison import held_calls
+from graftlab.comparison import functions, held_calls
 from graftlab.comparison.answers import ComparisonStopped, known_at
 from graftlab.comparison.held_calls import _not_checked, _other_batch, _without_taps, why_no_backward
+from graftlab.comparison.held_units import why_not_held
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
@@ -48,6 +51,10 @@ def test_numbers_of_a_part_or_of_another_dtype_are_the_baselines_in_the_targets_
     assert _unequal_numbers({"x": X}, {"x": rounded}, False) == {}
     (found,) = (_unequal_numbers({"x": X}, {"x": rounded + 1}, False) or {}).values()
     assert torch.equal(found, rounded)
+    # A number without a partner may be one of another name, in the same form.
+    assert _unequal_numbers({"x": X}, {"y": X}, False) == {}
+    for other in (X.flatten(), X.view(torch.int32)):
+        assert _unequal_numbers({"x": X}, {"y": other}, False) is None
     for unsent in (None, "too large"):
         assert _unequal_numbers(unsent, {"x": X}, True) is _unequal_numbers({"x": X}, unsent, True) is None
 
@@ -131,6 +138,38 @@ def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> No
     assert why_no_backward([needs, needs]) is None
     assert why_no_backward([needs, call(X)]) == "the results of one side alone need gradients"
     assert why_no_backward([needs, other]) == "results of different shapes have no gradients in common"
+
+
+def test_calls_that_cannot_be_repeated_in_place_are_named_with_the_first_reason() -> None:
+    moves, fails = call(X, not_repeated=("a", "b")), call(X, fails_when_repeated="ValueError: x")
+    gone = "The {}'s call 1 of Net gives a different result when it is repeated (a)."
+    assert why_not_held([call(X), moves], [fails]) == gone.format("baseline")
+    assert why_not_held([call(X)], [call(X), moves]) == gone.format("target")
+    assert why_not_held([fails], []) == "The baseline's call 1 of Net fails when it is repeated (ValueError: x)."
+    assert why_not_held([call(X)], [call(X)]) is None
+
+
+@pytest.mark.parametrize(
+    ("closed", "alive", "drops"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_a_call_is_dropped_on_all_ranks_unless_one_is_gone(closed: bool, alive: bool, drops: bool) -> None:
+    session: Any = MagicMock(closed=closed, ranks=[SimpleNamespace(alive=True), SimpleNamespace(alive=alive)])
+    session.runs = [MagicMock(done=True)]
+    functions._drop_call(session)
+    assert session.run.called is drops
+    assert not session.interrupt.called
+    session.runs[-1].done = False
+    functions._drop_call(session)
+    assert session.interrupt.called
+    assert session.runs[-1].wait_steps.called
+
+
+def test_a_text_that_names_a_function_of_a_file_is_that_function(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("def f(): ...\n")
+    assert functions._named_function(f"{path}:f").name == "f"
+    assert functions._named_function(str(path)) == str(path)
+    assert functions._named_function(call) is call
 
 
 def test_a_rank_that_does_not_describe_its_call_is_named() -> None:

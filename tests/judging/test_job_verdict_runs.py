@@ -174,6 +174,8 @@ def test_a_verdict_ends_its_wait_for_jobs_at_the_time_limit(session: SessionCore
         ({"exact": len}, "cannot be given code to run"),
         ({"steps": 0}, "steps, the jobs' steps in one run, must be"),
         ({"floor": 0}, "floor must be 'auto' or a number above 0"),
+        ({"floor": True}, "floor must be 'auto' or a number above 0"),
+        ({"threshold": True}, "must be above 0, not True"),
     ],
 )
 def test_code_for_jobs_is_refused_before_the_plan_changes(

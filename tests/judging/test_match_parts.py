@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graftlab.errors import SessionError
+from graftlab.judging import match_runs
 from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
@@ -92,6 +93,53 @@ def test_a_run_of_a_match_adds_new_grafts_and_drops_those_that_are_no_longer_wan
     assert changed(("a", "x"), ("b", "x")) == ({}, ["y"])
     assert changed(("a", "x"), ("b", "z")) == ({"x": 1, "z": 1}, [])
     assert changed() == ({}, ["x", "z"])
+
+
+def test_values_that_arrive_with_the_record_are_not_fetched_and_are_forgotten_at_the_end() -> None:
+    taps = [RecordedTap.of("a", torch.ones(2)), RecordedTap.of("b", torch.ones(2))]
+    taps[1].value = None
+    record = SimpleNamespace(taps=taps, notes=[], layouts={}, skipped={})
+    ended: list[Any] = []
+
+    class Session:
+        closed = False
+
+        def __init__(self) -> None:
+            self.runs = [SimpleNamespace(done=True)]
+
+        def start(self, *callees: Any) -> Any:
+            return SimpleNamespace(wait=lambda bar: None, baseline=[record], target=[record])
+
+        def run(self, *callees: Any) -> None:
+            ended.append(callees)
+
+    session = Session()
+    with _MatchedRuns(session, print, print, (), {}, 1, 2) as match:  # type: ignore[arg-type]
+        match._record(())
+        assert [*match._values] == ["a"]
+    assert ended == [(forget_match, forget_match)]
+    # Ranks that are still running cannot forget it.
+    session.runs = [SimpleNamespace(done=False)]
+    with match:
+        pass
+    assert len(ended) == 1
+
+
+def test_each_side_is_matched_by_its_own_default_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def matched(session: Any, baseline: Any, target: Any, *rest: Any) -> Any:
+        made.append((baseline, target))
+        raise SessionError("enough")
+
+    session: Any = SimpleNamespace(ranks=[SimpleNamespace(takes_work=True)])
+    defaults = {"baseline": "f()", "target": "g()"}
+    monkeypatch.setattr(match_runs, "internals_of", lambda session: SimpleNamespace(default_callees=defaults))
+    monkeypatch.setattr(match_runs, "_MatchedRuns", matched)
+    for given in ({}, {"baseline": "own()"}, {"target": "own()"}):
+        with pytest.raises(SessionError, match="enough"):
+            match_runs.match(session, **given)
+    assert made == [("f()", "g()"), ("own()", "g()"), ("f()", "own()")]
 
 
 def test_the_stop_button_interrupts_the_run_of_a_match() -> None:

@@ -544,6 +544,11 @@ def test_the_origin_of_errors_is_sought_of_named_values_alone(given: dict[str, A
     origins("b")
     assert given["added_frame"][1]["constant"] is None
     made.asked.pop()
+    made.runs.request.constant_floor = 0.05
+    made.evidence = replace(made.evidence, selves=[])
+    origins("b")
+    assert given["added_frame"][1]["constant"] == 0.05
+    made.asked.pop()
     assert origins("c", "d@grad", inputs=["c"]) is None
     assert origins("b", not_repeated=["a"]) is None
     made.runs.request.explain = False

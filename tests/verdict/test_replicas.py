@@ -75,6 +75,10 @@ def test_a_declared_copy_that_is_far_off_is_not_taken_for_the_ranks_own_data() -
     assert only(check(*far, declared=lambda name: BOTH if name == "x" else None)).relation == "disagrees"
     said = [[each._replace(declared=BOTH) for each in shown] for shown in far]
     assert only(check(*said)).relation == "disagrees"
+    # Even where it has the shape of a part of a copy.
+    whole = sketch("whole", NUMBERS[2], (8, 8))
+    checked = check(*[[whole, *shown] for shown in said])
+    assert relations(checked) == {"whole": "agrees", "x": "disagrees"}
 
 
 def test_a_tap_that_a_rank_lacks_is_named_with_the_ranks_that_have_it() -> None:
