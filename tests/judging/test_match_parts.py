@@ -95,7 +95,7 @@ def test_a_run_of_a_match_adds_new_grafts_and_drops_those_that_are_no_longer_wan
     assert changed() == ({}, ["x", "z"])
 
 
-def test_values_that_arrive_with_the_record_are_not_fetched_and_are_forgotten_at_the_end() -> None:
+def test_values_that_arrive_with_the_record_are_used_and_forgotten_at_the_end() -> None:
     taps = [RecordedTap.of("a", torch.ones(2)), RecordedTap.of("b", torch.ones(2))]
     taps[1].value = None
     record = SimpleNamespace(taps=taps, notes=[], layouts={}, skipped={})

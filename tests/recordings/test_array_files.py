@@ -418,6 +418,13 @@ def test_any_damage_of_a_file_of_arrays_is_a_recording_error_that_names_it(
     assert all(isinstance(each, torch.Tensor) for each in found) if found else str(folder) in refused
 
 
+def test_hidden_files_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "x.npy", {"": VALUES})
+    # As a copy from another system leaves them.
+    (tmp_path / "._x.npy").write_bytes(b"attributes")
+    assert [entry.name for entry, _, _ in gl.Recording.from_files(tmp_path).taps(0)] == ["x"]
+
+
 def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.npy", {"": VALUES})
     recording = gl.Recording.from_files(tmp_path)

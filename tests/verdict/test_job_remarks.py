@@ -99,7 +99,7 @@ def text(rows: list[Row], job_remarks: JobRemarks, label: str) -> str:
     return text_of(Findings(frame, 5.0, 1, job_remarks.unseen, job_remarks=job_remarks))
 
 
-def test_a_recording_as_baseline_has_an_assumed_floor_and_shows_what_it_has_no_taps_of() -> None:
+def test_a_recording_has_an_assumed_floor_and_states_what_it_has_no_taps_of() -> None:
     both, neither = to_frame(WATCHED), to_frame([row(1, "y", dtype="bfloat16")])
     known = remarks_on_recording(both, both, None)
     assert (known.constant, known.floor, known.unseen) == (1e-5, "assumed ", ())

@@ -575,3 +575,16 @@ def test_culprits_have_their_sentences_first_and_many_weights_share_one() -> Non
     frame = pd.DataFrame({"group": [*labels, *weights], "label": [*labels.values(), *weights.values()]})
     found = _sentence_groups(frame, [*labels, *weights])
     assert found == [["b"], ["w.*@param"], ["a"], ["c"], [*weights]]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "begins"),
+    [
+        (RoundingGroups(), "Nothing above bfloat16 rounding"),
+        (RoundingGroups(groups=("b",)), "Nothing else is above bfloat16 rounding"),
+        (RoundingGroups(stands_out="x adds far more than the others."), "Nothing else is above bfloat16 rounding"),
+    ],
+)
+def test_nothing_else_is_above_rounding_where_anything_stands_out(rounding: RoundingGroups, begins: str) -> None:
+    frame = pd.DataFrame([{**tap("a", 1.0), "dtype": "bfloat16"}], columns=list(COLUMNS))
+    assert begins in text_of(Findings(frame, 5.0, 1, rounding=rounding))
