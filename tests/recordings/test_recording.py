@@ -359,7 +359,6 @@ def chain(faults: dict[str, float]) -> None:
         x = gl.tap(name, torch.sin(x) * faults.get(name, 1.0))
 
 
-@pytest.mark.ranks
 def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gl.record(tmp_path):
         gl.step()
@@ -388,6 +387,7 @@ def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monk
         recording()
 
 
+@pytest.mark.ranks
 def test_one_recording_serves_targets_as_a_live_baseline_does(tmp_path: Path) -> None:
     def baseline() -> None:
         for step in range(2):
