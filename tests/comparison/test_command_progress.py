@@ -127,6 +127,13 @@ def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str
     assert (baseline.ranks, target.ranks) == (2, 3)
 
 
+def test_without_options_a_comparison_has_its_documented_defaults(compared: list[Any]) -> None:
+    assert main(["compare", "python a.py", "python b.py"]) == 2
+    ((_, _, choice, *_), _) = compared[0]
+    assert choice == ScriptChoice(ScriptSettings(WatchChoice(), None, False, 600.0))
+    assert (choice.judging, choice.training, choice.keep_going, choice.restart) == (JudgingChoice(), False, False, True)
+
+
 def test_names_of_functions_may_have_spaces_between_them(compared: list[Any]) -> None:
     assert main(["compare", "python a.py", "python b.py", "--functions", " relu, add,"]) == 2
     assert compared[0][0][2].settings.choice.functions == ("relu", "add")
@@ -182,6 +189,7 @@ def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     assert main([*words, "--json"]) == 1
     shown = capsys.readouterr()
     answer = json.loads(shown.out)
+    assert (answer["report"], answer["folder"]) == (str(tmp_path / "report.html"), str(tmp_path))
     assert (answer["named"], answer["exit_code"], answer["pairs"], answer["way"]) == (["norm"], 1, None, "held")
     monkeypatch.setattr(Answered, "match", SimpleNamespace(pairs=[1, 2, 3]))
     monkeypatch.setattr(Answered, "starts", 5)

@@ -15,7 +15,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.answers import Comparison
-from graftlab.comparison.gradients import _distance, judge_gradients
+from graftlab.comparison.gradients import _distance, _factor, _is_unscaled, judge_gradients
 from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.ranks.held_call import describe_call, hold
@@ -453,6 +453,36 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
         assert bool(found.sentences) == is_alarm
         assert len((*found.sentences, *found.unseen)) == 1
         assert "and a later step divides them by that factor" in (*found.sentences, *found.unseen)[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_unscaled"),
+    [
+        (2.0, 2**-9, True),
+        (1.0, 0.37, True),
+        (0.37, 1.0, True),
+        (2.0, 0.37, False),
+        (0.37, 2.0, False),
+        (2.0, None, False),
+    ],
+)
+def test_a_factor_is_taken_out_exactly_by_powers_of_two_or_by_no_change(
+    ours: float, theirs: float | None, is_unscaled: bool
+) -> None:
+    left = drawn(0)
+    descriptions = [
+        description({"w": left if factor is None else factor * left}, {} if factor is None else {"w": left})
+        for factor in (ours, theirs)
+    ]
+    assert _is_unscaled(*descriptions) is is_unscaled
+
+
+def test_only_samples_of_one_shape_and_direction_have_a_factor() -> None:
+    one, zeros = drawn(0), torch.zeros(64)
+    assert _factor(TensorSample.of(one), TensorSample.of(3 * one)) == pytest.approx(3.0)
+    for other in (zeros, one[:32], -one, drawn(1)):
+        assert _factor(TensorSample.of(one), TensorSample.of(other)) is None
+        assert _factor(TensorSample.of(other), TensorSample.of(one)) is None
 
 
 def test_another_number_of_calls_for_an_update_is_named() -> None:

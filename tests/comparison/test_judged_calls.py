@@ -460,6 +460,8 @@ def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() 
     answer, remarks = judged(held(), held(), hidden, wide=differs)
     assert answer == "differ"
     assert remarks[0] == "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they differ:"
+    lost = Verdict(found("a", dtype="float64", looked_in="float64", unexplained=["The returned value differs."]), 3)
+    assert judged(held(), held(), hidden, wide=lost)[0] == "differ"
     # Bit-equal calls are right.
     equal = replace(hidden, frame=hidden.frame.assign(added=0.0))
     assert judged(held(), held(), equal)[0] == "agree"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import WEIGHT, CallDescription
+from graftlab.verdict.wording import Findings
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 PAIR = ("float32", "float32")
@@ -138,6 +141,27 @@ def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> No
     assert why_no_backward([needs, needs]) is None
     assert why_no_backward([needs, call(X)]) == "the results of one side alone need gradients"
     assert why_no_backward([needs, other]) == "results of different shapes have no gradients in common"
+
+
+def test_values_without_a_distance_do_not_hide_how_far_taps_move_others() -> None:
+    lost, ones = torch.tensor([torch.nan]), torch.ones(2)
+    moved = replace(call({"a": lost, "b": ones}), tapped={"a": lost, "b": 2 * ones})
+    assert held_calls._moved_by_taps([call(X), moved], [moved]) == 1.0
+    assert held_calls._moved_by_taps([call(X)], [moved]) == held_calls._moved_by_taps([moved], []) == 0.0
+
+
+def test_weights_that_are_merged_explain_only_what_is_named() -> None:
+    def merged(label: str, added: float, *unmatched: str) -> str | None:
+        frame = pd.DataFrame({"name": ["up"], "group": ["up"], "label": [label], "added": [added]})
+        proposal: Any = SimpleNamespace(unmatched_baseline=unmatched)
+        return held_calls._merged_weights(Findings(frame, 5.0, 1), ["bfloat16"], proposal)
+
+    weight = "up.weight[kind=param]"
+    assert str(merged("culprit", 1e-3, weight)).startswith("Weights of up have no partner")
+    # Where nothing is named, where too much differs, and where its weights have a partner.
+    assert merged("clean", 0.0) is merged("clean", 0.0, weight) is None
+    assert merged("culprit", 0.1, weight) is merged("culprit", 1e-3) is None
+    assert merged("culprit", 1e-3, "upper.weight[kind=param]") is merged("culprit", 1e-3, "up.weight") is None
 
 
 def test_calls_that_cannot_be_repeated_in_place_are_named_with_the_first_reason() -> None:

@@ -12,9 +12,11 @@ import torch
 from graftlab.errors import SessionError
 from graftlab.judging import match_runs
 from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
+from graftlab.layouts import Mesh, parse_layout
+from graftlab.layouts.on_ranks import RankLayout
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
-from graftlab.ranks.match_recorder import forget_match, record_taps, recorded_value
+from graftlab.ranks.match_recorder import MatchRecord, forget_match, record_taps, recorded_value
 
 
 def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
@@ -161,3 +163,36 @@ def test_the_stop_button_interrupts_the_run_of_a_match() -> None:
     with pytest.raises(KeyboardInterrupt):
         match._record(())
     assert asked == ["interrupt"]
+
+
+def test_the_tensors_of_ranks_are_joined_by_their_layout_or_are_copies() -> None:
+    x = torch.arange(8.0)
+    layout = RankLayout(parse_layout("shard(dim=0, mesh='tp')").on(Mesh((("tp", 2),))), (8,))
+    halves = [RecordedTap.of("x", half) for half in x.chunk(2)]
+    match: Any = SimpleNamespace()
+
+    def joined(held: list[RecordedTap], layout: RankLayout | None, ranks: int = 2) -> Any:
+        return _MatchedRuns._joined(match, held[0], held, layout, ranks)
+
+    whole = joined(halves, layout)
+    assert torch.equal(whole.value, x)
+    copies = [RecordedTap.of("x", x), RecordedTap.of("x", x.clone())]
+    assert joined(copies, None) is copies[0]
+    assert joined(copies[:1], None) is copies[0]
+    for other in (x + 1, x[:4], x.reshape(2, 4)):
+        assert "declare it with gl.tap(layout=...)" in joined([copies[0], RecordedTap.of("x", other)], None)
+    assert joined(halves[:1], layout) == "only 1 of 2 ranks have it"
+    halves[1].value = None
+    assert "were not all kept" in joined(halves, layout)
+
+
+def test_a_job_that_recorded_nothing_is_named() -> None:
+    ranks = [SimpleNamespace(label=f"target[{rank}]") for rank in range(2)]
+    records = [MatchRecord([], {}, {}, []), None]
+    match: Any = SimpleNamespace(
+        _session=SimpleNamespace(select=lambda side: ranks), _recorded_on=lambda rank, name: records[ranks.index(rank)]
+    )
+    with pytest.raises(SessionError, match=r"match: target\[1\] recorded nothing in this step; its log has the reason"):
+        match_runs._MatchedSteps._records(match, "target")
+    records[1] = records[0]
+    assert match_runs._MatchedSteps._records(match, "target") == [records[0]] * 2

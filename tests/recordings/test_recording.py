@@ -377,11 +377,11 @@ def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monk
     monkeypatch.setattr(calls, "tap", tap)
     monkeypatch.setattr(grafter, "patiently", contextlib.nullcontext, raising=False)
     assert recording("for the other side", other=1) == 2
-    (first, second), (step, _, _, extras, layout, _) = shown, shown[0]
-    assert (first[:3], first[5]) == ((step, "x", [1.0, 1.0]), {"layer": 3})
+    (first, second), (_, _, _, extras, layout, _) = shown, shown[0]
+    assert (first[:3], first[5]) == ((1, "x", [1.0, 1.0]), {"layer": 3})
     assert extras["ids"].tolist() == [0, 1]
     assert (extras["note"], layout) == ("a", "same")
-    assert second == (step + 2, "x", [0.0, 0.0], None, None, {"layer": 4})
+    assert second == (3, "x", [0.0, 0.0], None, None, {"layer": 4})
     recording.world_size = 2
     with pytest.raises(gl.RecordingError, match=r"recorded on 2 ranks, but this side has 1; launch it with gl\.launch"):
         recording()
