@@ -18,6 +18,7 @@ from graftlab.comparison import command, functions, scripts
 from graftlab.comparison.command import _given_ranks, _Progress
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice
+from graftlab.control import report
 from graftlab.errors import ConfigError, GraftError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.ranks.held_call import WatchChoice
@@ -229,3 +230,27 @@ def test_an_interrupt_ends_with_what_was_known_and_the_code_of_a_shell(
         assert json.loads(shown.out) == {"answer": "inconclusive", "exit_code": 130, "text": text}
     else:
         assert (shown.out, shown.err) == ("", f"graftlab compare: {text}\n")
+
+
+def test_a_comparison_with_compiled_code_has_its_report_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def f(): ...\n")
+    verdict = SimpleNamespace(named=["norm"])
+    found = SimpleNamespace(verdict=verdict, text="norm differs.")
+    written: list[Any] = []
+
+    def write(session: object, page: Path, of: object, *_: object) -> Path:
+        written.append((page, of))
+        return page
+
+    monkeypatch.setattr(functions, "compare_with_compiled", lambda *_, **__: (Answered(tmp_path), found, "differ"))
+    monkeypatch.setattr(report, "write_report", write)
+    words = ["compare", f"{path}:f", "--compiled"]
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["named"], answer["report"]) == (["norm"], str(tmp_path / "report.html"))
+    assert main([*words, "--report", str(tmp_path / "page.html")]) == 1
+    assert capsys.readouterr().out == f"norm differs.\n\nThe report is {tmp_path / 'page.html'}\n"
+    assert written == [(tmp_path / "report.html", verdict), (tmp_path / "page.html", verdict)]
