@@ -302,7 +302,7 @@ def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None
     assert f"{line_runs.LINE_TAP}.60.before.8" in mine.taps
     assert len(mine.taps) == 2
     mine.trying = remedy(grafted={5: 50})
-    assert len(mine.taps) == 1
+    assert (len(mine.taps), mine.shown_on_baseline) == (1, {50})
 
 
 def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() -> None:

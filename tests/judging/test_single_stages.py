@@ -146,8 +146,9 @@ def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, mad
     assert made.asked == []
 
 
-def test_beside_a_named_group_only_what_comes_after_the_taps_is_reported(unexplained: Any) -> None:
+def test_beside_a_named_group_only_what_comes_after_the_taps_is_reported(unexplained: Any, made: Made) -> None:
     assert unexplained(("b",)) == (["after the last tap"], [], ["written", "lost_gradients"])
+    assert made.naming.unseen == ["not compared, with lost: True"]
     assert unexplained(("b",), inputs=["b"])[0][-1].startswith("only sometimes")
     assert unexplained(not_repeated=["b"]) == ([], [], [])
 
