@@ -107,6 +107,17 @@ def test_what_a_call_writes_differently_each_time_is_not_compared_and_no_result(
     assert list(described.plain) == list(held()) == [""]
 
 
+def test_what_a_call_writes_beyond_the_budget_is_listed_as_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_call, "_WRITTEN_BUDGET", 8)
+    model, x = nn.BatchNorm1d(2), torch.randn(4, 2)
+    described = of(lambda: model(x), model).describe()
+    # The first of its buffers takes all of that.
+    assert described.not_compared == (
+        "what the call writes to running_var",
+        "what the call writes to num_batches_tracked",
+    )
+
+
 def test_weights_are_taken_in_the_state_before_the_call() -> None:
     model = nn.BatchNorm1d(2, momentum=1.0)
     held = of(lambda: model(torch.ones(4, 2)), model)
