@@ -22,6 +22,7 @@ from kit.limits import limited
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.recordings import array_files
+from graftlab.recordings.file_format import IndexEnd, StoredTensor, TapEntry, end_of
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -416,6 +417,13 @@ def test_any_damage_of_a_file_of_arrays_is_a_recording_error_that_names_it(
             refused = str(error)
     # One whose arrays all are left out is named by its folder.
     assert all(isinstance(each, torch.Tensor) for each in found) if found else str(folder) in refused
+
+
+def test_the_end_of_an_index_counts_its_taps_and_all_steps_to_the_last() -> None:
+    stored = StoredTensor("x.npy", "", "float32", (2,), 0)
+    entries = [TapEntry(step, "x", {}, stored) for step in (0, 3)]
+    assert end_of(entries, ["y"]) == IndexEnd(2, 4, ["y"])
+    assert end_of([], []) == IndexEnd(0, 1, [])
 
 
 def test_hidden_files_are_left_alone(tmp_path: Path) -> None:
