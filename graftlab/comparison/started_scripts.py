@@ -101,7 +101,7 @@ class StartedScripts(Repeats):
         """Judge these calls, whose plain results are described. Afterwards the scripts wait there again."""
         self._units = units_of({"baseline": baseline[0], "target": target[0]})
         calls = [*baseline, *target]
-        self._backward = any(call.needs_backward for call in calls) and why_no_backward(calls) is None
+        self._backward = why_no_backward(calls) is None
         self._no_backward = None
         if (moved := self._record(f"call {baseline[0].number} of {baseline[0].model}")) is not None:
             return self._not_comparable(moved, choice)

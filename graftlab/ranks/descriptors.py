@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from array import array
 from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
@@ -79,13 +80,16 @@ def send_descriptors(connection: socket.socket, descriptors: list[int]) -> None:
 def receive_descriptors(connection: socket.socket, count: int) -> list[int]:
     """Receive the descriptors that precede the first message. Raises EOFError when the sender is gone."""
     connection.setblocking(True)
-    descriptors: list[int] = []
+    descriptors = array("i")
+    room = socket.CMSG_LEN(_DESCRIPTORS_A_MESSAGE * descriptors.itemsize)
     while len(descriptors) < count:
-        data, received, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS_A_MESSAGE, _CLOSED_ON_EXEC)
+        # Not socket.recv_fds(), which ignores its flags.
+        data, parts, _, _ = connection.recvmsg(1, room, _CLOSED_ON_EXEC)
         if not data:
             raise EOFError("the notebook ended before this rank had started")
-        descriptors += received
-    return descriptors
+        for _, _, numbers in parts:
+            descriptors.frombytes(numbers)
+    return descriptors.tolist()
 
 
 def make_exchange(

@@ -50,6 +50,14 @@ def test_a_token_that_rounding_has_turned_is_a_near_tie() -> None:
     assert "Later differences are inherited from this choice" in said
 
 
+def test_whole_numbers_of_one_side_alone_are_no_choice() -> None:
+    ours = logits(4.0 - 1e-6)
+    before = call(ours, ours[:, -1:].argmax(-1))
+    alone = replace(before, whole_numbers={**before.whole_numbers, "[0][1]": torch.ones(2)})
+    assert chosen_tokens((before, before), (alone, before), 5.0) == []
+    assert chosen_tokens((before, before), (before, alone), 5.0) == []
+
+
 def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:
     ours = logits(4.0 - 2e-5)
     theirs = ours.clone()

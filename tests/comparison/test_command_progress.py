@@ -18,6 +18,7 @@ from graftlab.comparison import command, functions, scripts
 from graftlab.comparison.command import _given_ranks, _Progress
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice
+from graftlab.control import report
 from graftlab.errors import ConfigError, GraftError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.ranks.held_call import WatchChoice
@@ -127,6 +128,13 @@ def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str
     assert (baseline.ranks, target.ranks) == (2, 3)
 
 
+def test_without_options_a_comparison_has_its_documented_defaults(compared: list[Any]) -> None:
+    assert main(["compare", "python a.py", "python b.py"]) == 2
+    ((_, _, choice, *_), _) = compared[0]
+    assert choice == ScriptChoice(ScriptSettings(WatchChoice(), None, False, 600.0))
+    assert (choice.judging, choice.training, choice.keep_going, choice.restart) == (JudgingChoice(), False, False, True)
+
+
 def test_names_of_functions_may_have_spaces_between_them(compared: list[Any]) -> None:
     assert main(["compare", "python a.py", "python b.py", "--functions", " relu, add,"]) == 2
     assert compared[0][0][2].settings.choice.functions == ("relu", "add")
@@ -181,7 +189,14 @@ def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     words = ["compare", "python a.py", "python b.py"]
     assert main([*words, "--json"]) == 1
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["named"] == ["norm"]
+    answer = json.loads(shown.out)
+    assert (answer["report"], answer["folder"]) == (str(tmp_path / "report.html"), str(tmp_path))
+    assert (answer["named"], answer["exit_code"], answer["pairs"], answer["way"]) == (["norm"], 1, None, "held")
+    monkeypatch.setattr(Answered, "match", SimpleNamespace(pairs=[1, 2, 3]))
+    monkeypatch.setattr(Answered, "starts", 5)
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["pairs"], answer["way"], answer["starts"]) == (3, "started again", 5)
     assert shown.err == "a model's own output\n"
     assert opened == []
     assert main([*words, "--open", "--report", str(tmp_path / "page.html")]) == 1
@@ -215,3 +230,27 @@ def test_an_interrupt_ends_with_what_was_known_and_the_code_of_a_shell(
         assert json.loads(shown.out) == {"answer": "inconclusive", "exit_code": 130, "text": text}
     else:
         assert (shown.out, shown.err) == ("", f"graftlab compare: {text}\n")
+
+
+def test_a_comparison_with_compiled_code_has_its_report_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def f(): ...\n")
+    verdict = SimpleNamespace(named=["norm"])
+    found = SimpleNamespace(verdict=verdict, text="norm differs.")
+    written: list[Any] = []
+
+    def write(session: object, page: Path, of: object, *_: object) -> Path:
+        written.append((page, of))
+        return page
+
+    monkeypatch.setattr(functions, "compare_with_compiled", lambda *_, **__: (Answered(tmp_path), found, "differ"))
+    monkeypatch.setattr(report, "write_report", write)
+    words = ["compare", f"{path}:f", "--compiled"]
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["named"], answer["report"]) == (["norm"], str(tmp_path / "report.html"))
+    assert main([*words, "--report", str(tmp_path / "page.html")]) == 1
+    assert capsys.readouterr().out == f"norm differs.\n\nThe report is {tmp_path / 'page.html'}\n"
+    assert written == [(tmp_path / "report.html", verdict), (tmp_path / "page.html", verdict)]

@@ -15,7 +15,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.comparison.answers import Comparison
-from graftlab.comparison.gradients import _distance, judge_gradients
+from graftlab.comparison.gradients import _distance, _factor, _is_unscaled, judge_gradients
 from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.ranks.held_call import describe_call, hold
@@ -455,6 +455,36 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
         assert "and a later step divides them by that factor" in (*found.sentences, *found.unseen)[0]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_unscaled"),
+    [
+        (2.0, 2**-9, True),
+        (1.0, 0.37, True),
+        (0.37, 1.0, True),
+        (2.0, 0.37, False),
+        (0.37, 2.0, False),
+        (2.0, None, False),
+    ],
+)
+def test_a_factor_is_taken_out_exactly_by_powers_of_two_or_by_no_change(
+    ours: float, theirs: float | None, is_unscaled: bool
+) -> None:
+    left = drawn(0)
+    descriptions = [
+        description({"w": left if factor is None else factor * left}, {} if factor is None else {"w": left})
+        for factor in (ours, theirs)
+    ]
+    assert _is_unscaled(*descriptions) is is_unscaled
+
+
+def test_only_samples_of_one_shape_and_direction_have_a_factor() -> None:
+    one, zeros = drawn(0), torch.zeros(64)
+    assert _factor(TensorSample.of(one), TensorSample.of(3 * one)) == pytest.approx(3.0)
+    for other in (zeros, one[:32], -one, drawn(1)):
+        assert _factor(TensorSample.of(one), TensorSample.of(other)) is None
+        assert _factor(TensorSample.of(other), TensorSample.of(one)) is None
+
+
 def test_another_number_of_calls_for_an_update_is_named() -> None:
     whole = torch.randn(64, generator=torch.Generator().manual_seed(0))
     ours, theirs = description({"w": whole}), replace(description({"w": 2 * whole}), calls=2)
@@ -664,6 +694,16 @@ def test_losses_that_parts_ranks_and_scalers_explain_agree(
     ours: list[list[float]], theirs: list[list[float]], more: dict[str, float]
 ) -> None:
     assert losses_found(ours, theirs, **more) == ""
+
+
+def test_losses_of_models_that_round_to_16_bits_may_differ_by_that() -> None:
+    whole = drawn(0)
+    ours, theirs = (replace(description({"w": whole}, {"w": whole}), losses=(loss,)) for loss in (2.5, 2.52))
+    rows = [row("w", 0, whole, whole)]
+    assert judge_gradients(rows, [ours], [theirs], {}).losses
+    inside = [replace(each, of_results=samples(out=whole.bfloat16())) for each in (ours, theirs)]
+    assert judge_gradients(rows, inside[:1], [theirs], {}).losses == ""
+    assert judge_gradients(rows, inside[:1], inside[1:], {}).losses == ""
 
 
 @pytest.mark.parametrize("theirs", [[[2.6]], [[1.0, 1.6]], [[2.1], [3.1]], [[float("nan")]], [[2560.0]]])

@@ -428,6 +428,9 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     looked = Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert looked is not None
     assert looked.findings.looked_in == "float64"
+    # Ranks that could run in float32 do not while the others run in float64.
+    done = [each.args[0] for each in session.run.call_args_list]
+    assert done[done.index(widen_operators) - 1] is narrow_call
     assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
     assert session.run.call_args.args == (narrow_call, narrow_call)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
@@ -457,6 +460,8 @@ def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() 
     answer, remarks = judged(held(), held(), hidden, wide=differs)
     assert answer == "differ"
     assert remarks[0] == "In bfloat16 the calls agree to rounding. In float64, from the same numbers, they differ:"
+    lost = Verdict(found("a", dtype="float64", looked_in="float64", unexplained=["The returned value differs."]), 3)
+    assert judged(held(), held(), hidden, wide=lost)[0] == "differ"
     # Bit-equal calls are right.
     equal = replace(hidden, frame=hidden.frame.assign(added=0.0))
     assert judged(held(), held(), equal)[0] == "agree"

@@ -226,3 +226,19 @@ def test_an_update_has_no_output_that_could_be_chosen(explain: bool, monkeypatch
     (request,) = asked
     assert (request.output, request.explain) == (("logits", True) if explain else (None, False))
     assert (request.floor, request.threshold) == (1e-3, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "backward"), [(False, False, False), (True, True, True), (True, False, False)]
+)
+def test_each_start_has_a_backward_pass_only_where_both_calls_may_have_one(
+    ours: bool, theirs: bool, backward: bool
+) -> None:
+    scripts: Any = object.__new__(StartedScripts)
+    scripts._record = lambda what: f"{what} moved"
+    scripts._not_comparable = lambda moved, choice: (moved, scripts._backward, choice)
+    calls = [
+        CallDescription("Net", 3, needs, (), {"": torch.ones(2, requires_grad=needs)}, {}) for needs in (ours, theirs)
+    ]
+    found = scripts.judge_call(calls[:1], calls[1:], "a choice", None)
+    assert found == ("call 3 of Net moved", backward, "a choice")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
-from graftlab.comparison import held_calls
+from graftlab.comparison import functions, held_calls
 from graftlab.comparison.answers import ComparisonStopped, known_at
 from graftlab.comparison.held_calls import _not_checked, _other_batch, _without_taps, why_no_backward
+from graftlab.comparison.held_units import why_not_held
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import WEIGHT, CallDescription
+from graftlab.verdict.wording import Findings
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 PAIR = ("float32", "float32")
@@ -48,6 +54,10 @@ def test_numbers_of_a_part_or_of_another_dtype_are_the_baselines_in_the_targets_
     assert _unequal_numbers({"x": X}, {"x": rounded}, False) == {}
     (found,) = (_unequal_numbers({"x": X}, {"x": rounded + 1}, False) or {}).values()
     assert torch.equal(found, rounded)
+    # A number without a partner may be one of another name, in the same form.
+    assert _unequal_numbers({"x": X}, {"y": X}, False) == {}
+    for other in (X.flatten(), X.view(torch.int32)):
+        assert _unequal_numbers({"x": X}, {"y": other}, False) is None
     for unsent in (None, "too large"):
         assert _unequal_numbers(unsent, {"x": X}, True) is _unequal_numbers({"x": X}, unsent, True) is None
 
@@ -132,6 +142,59 @@ def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> No
     assert why_no_backward([needs, needs]) is None
     assert why_no_backward([needs, call(X)]) == "the results of one side alone need gradients"
     assert why_no_backward([needs, other]) == "results of different shapes have no gradients in common"
+
+
+def test_values_without_a_distance_do_not_hide_how_far_taps_move_others() -> None:
+    lost, ones = torch.tensor([torch.nan]), torch.ones(2)
+    moved = replace(call({"a": lost, "b": ones}), tapped={"a": lost, "b": 2 * ones})
+    assert held_calls._moved_by_taps([call(X), moved], [moved]) == 1.0
+    assert held_calls._moved_by_taps([call(X)], [moved]) == held_calls._moved_by_taps([moved], []) == 0.0
+
+
+def test_weights_that_are_merged_explain_only_what_is_named() -> None:
+    def merged(label: str, added: float, *unmatched: str) -> str | None:
+        frame = pd.DataFrame({"name": ["up"], "group": ["up"], "label": [label], "added": [added]})
+        proposal: Any = SimpleNamespace(unmatched_baseline=unmatched)
+        return held_calls._merged_weights(Findings(frame, 5.0, 1), ["bfloat16"], proposal)
+
+    weight = "up.weight[kind=param]"
+    assert str(merged("culprit", 1e-3, weight)).startswith("Weights of up have no partner")
+    # Where nothing is named, where too much differs, and where its weights have a partner.
+    assert merged("clean", 0.0) is merged("clean", 0.0, weight) is None
+    assert merged("culprit", 0.1, weight) is merged("culprit", 1e-3) is None
+    assert merged("culprit", 1e-3, "upper.weight[kind=param]") is merged("culprit", 1e-3, "up.weight") is None
+
+
+def test_calls_that_cannot_be_repeated_in_place_are_named_with_the_first_reason() -> None:
+    moves, fails = call(X, not_repeated=("a", "b")), call(X, fails_when_repeated="ValueError: x")
+    gone = "The {}'s call 1 of Net gives a different result when it is repeated (a)."
+    assert why_not_held([call(X), moves], [fails]) == gone.format("baseline")
+    assert why_not_held([call(X)], [call(X), moves]) == gone.format("target")
+    assert why_not_held([fails], []) == "The baseline's call 1 of Net fails when it is repeated (ValueError: x)."
+    assert why_not_held([call(X)], [call(X)]) is None
+
+
+@pytest.mark.parametrize(
+    ("closed", "alive", "drops"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_a_call_is_dropped_on_all_ranks_unless_one_is_gone(closed: bool, alive: bool, drops: bool) -> None:
+    session: Any = MagicMock(closed=closed, ranks=[SimpleNamespace(alive=True), SimpleNamespace(alive=alive)])
+    session.runs = [MagicMock(done=True)]
+    functions._drop_call(session)
+    assert session.run.called is drops
+    assert not session.interrupt.called
+    session.runs[-1].done = False
+    functions._drop_call(session)
+    assert session.interrupt.called
+    assert session.runs[-1].wait_steps.called
+
+
+def test_a_text_that_names_a_function_of_a_file_is_that_function(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("def f(): ...\n")
+    assert functions._named_function(f"{path}:f").name == "f"
+    assert functions._named_function(str(path)) == str(path)
+    assert functions._named_function(call) is call
 
 
 def test_a_rank_that_does_not_describe_its_call_is_named() -> None:

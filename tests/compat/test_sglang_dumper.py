@@ -261,6 +261,19 @@ def test_a_reset_counts_steps_from_0_again() -> None:
     assert dumper.get_state()["step"] == 0
 
 
+def test_tags_are_removed_by_none_or_by_a_reset(tmp_path: Path) -> None:
+    def show(dumper: Dumper) -> None:
+        dumper.set_ctx(layer_id=7, phase="decode")
+        dumper.set_ctx(phase=None)
+        dumper.dump("inside", torch.ones(1))
+        dumper.reset()
+        dumper.dump("outside", torch.ones(1))
+
+    inside, outside = recorded(tmp_path, show)
+    assert (inside["layer_id"], "phase" in inside) == (7, False)
+    assert "layer_id" not in outside
+
+
 def test_imports_are_replaced_without_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -286,6 +299,8 @@ def test_the_published_names_can_be_imported() -> None:
     assert sglang_dumper.GraftTransformInput is gl.GraftTransformInput
     assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())
     assert "min=None" in sglang_dumper.get_tensor_info(torch.ones(0))
+    ends = f"x_sample_head={torch.arange(5.0)} x_sample_tail={torch.arange(95.0, 100.0)}"
+    assert sglang_dumper.get_tensor_info(torch.arange(100.0)).endswith(f"min=0.0 max=99.0 mean=49.5 {ends}")
     assert sglang_dumper.get_truncated_value((torch.ones(100, 9), "x"))[0].shape == (5, 9)
     # From 200 elements on, as SGLang does.
     assert [sglang_dumper.get_truncated_value(torch.ones(size)).numel() for size in (199, 200)] == [199, 5]

@@ -81,3 +81,23 @@ def test_rows_name_the_generations_of_jobs_and_lost_ones_are_counted() -> None:
     assert line.statuses == {"compared": 2, "failed": 2}
     assert line.last_errors == {"failed": "last"}
     assert line.lost_rows == 1
+
+
+def test_only_urgent_messages_and_many_rows_wake_the_session() -> None:
+    (ours, theirs), (wake, reader) = socket.socketpair(), socket.socketpair()
+    reader.setblocking(False)
+    channel = SocketChannel(ours)
+    line = ControlConnection(channel, wake)
+    line.row(a_row())
+    with pytest.raises(BlockingIOError):
+        reader.recv(8)
+    line.send(PlanAdopted(1, 2))
+    assert reader.recv(8) == b"!"
+    while not channel.backed_up:
+        line.seen({"name": "x" * 100_000})
+    line.row(a_row())
+    # Once, however many wait.
+    assert reader.recv(8) == b"!"
+    for each in (theirs, reader, wake):
+        each.close()
+    channel.close()

@@ -18,9 +18,10 @@ from graftlab.errors import RunError, SessionError
 from graftlab.judging import job_verdict_runs
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
+from graftlab.judging.verdict_runs import RunFilters, TracedRun, VerdictAbandoned
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
+from graftlab.ranks.control_thread import pack_value
 from graftlab.ranks.messages import (
     Acknowledgement,
     FallbackPlan,
@@ -174,6 +175,9 @@ def test_a_verdict_ends_its_wait_for_jobs_at_the_time_limit(session: SessionCore
         ({"exact": len}, "cannot be given code to run"),
         ({"steps": 0}, "steps, the jobs' steps in one run, must be"),
         ({"floor": 0}, "floor must be 'auto' or a number above 0"),
+        ({"floor": True}, "floor must be 'auto' or a number above 0"),
+        ({"threshold": True}, "must be above 0, not True"),
+        ({"output": 3}, "output must be the name of a tap, not 3"),
     ],
 )
 def test_code_for_jobs_is_refused_before_the_plan_changes(
@@ -230,7 +234,12 @@ def test_a_job_that_did_not_trace_its_step_ends_the_verdict(
     given: Any = ("lines", RunFilters(), (), frozenset(), {"baseline": [[]], "target": [[]]})
     with pytest.raises(SessionError, match=r"verdict: baseline\[0\] did not trace its step \(lines\); its log has"):
         runs.traced(*given)
-    answers["baseline"] = answers["target"]
+    answers = {side: LineTraces(pack_value([side]), "") for side in ("baseline", "target")}
+    monkeypatch.setattr(runs, "_rows_under", lambda version, *rest: version)
+    traced = runs.traced(*given)
+    assert isinstance(traced, TracedRun)
+    assert (traced.baseline, traced.target) == ([["baseline"]], [["target"]])
+    answers["baseline"] = answers["target"] = LineTraces(None, "no room")
     assert runs.traced(*given) == "on baseline[0], no room"
     monkeypatch.setattr(runs, "_publish", lambda wanted: session.plan.version + 2)
     with pytest.raises(VerdictAbandoned):

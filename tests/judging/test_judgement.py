@@ -179,3 +179,49 @@ def test_partial_sums_are_left_out_of_new_runs_from_the_targets_own_weights(monk
     assert runs.made == [PLAIN, GRAFTED, *["weights returned", PLAIN, GRAFTED] * 2, "target"]
     assert "fullmatch('b|c', name)" in str(runs.changes(RunFilters(compare="True"))["compare"])
     assert any("b" in each for each in verdict.findings.unseen), verdict.findings.unseen
+
+
+def test_summands_found_later_keep_the_limit_of_the_output_they_are_summed_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, float]] = []
+    found = iter([{"b": Summands(["b"], [])}, {}])
+
+    def sums(runs: Any, grafted: pd.DataFrame, limits: dict[str, float]) -> dict[str, Summands]:
+        asked.append(limits)
+        return next(found)
+
+    monkeypatch.setattr(judgement, "partial_sums", sums)
+    monkeypatch.setattr(judgement, "next_taps", lambda grafted, names: {"c": "b"} if names == {"b"} else {})
+    monkeypatch.setattr(judgement, "quantised_limits", lambda compared: {"b": 0.25})
+    runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: (taps("grafted"), 0.0)})
+    runs.shows_module_inputs = True
+    Judgement(runs).verdict()
+    assert asked == [{"b": 0.25}, {"b": 0.25, "c": 0.25}]
+
+
+@pytest.mark.parametrize(("wrong", "named"), [((), False), ((), True), (("b",), False)])
+def test_parts_of_gradients_are_left_out_unless_something_is_named_without_them_too(
+    wrong: tuple[str, ...], named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([{"b@grad": Summands(["b"], [*wrong])}] * 2)
+
+    def sums(runs: Any, grafted: pd.DataFrame, *, kinds: Any) -> dict[str, Summands]:
+        return next(found)
+
+    monkeypatch.setattr(judgement, "partial_sums", sums)
+    without = (taps("grafted", c=0.2 * named), 0.0)
+    runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: without}, gradient_parts=True)
+    judged = Judgement(runs)
+    evidence = judged._measure()
+    _, parts = judged._measured_without_parts_of_gradients(evidence)
+    again = ["weights returned", PLAIN, GRAFTED]
+    if wrong:
+        # Nothing is left out, and nothing measured again.
+        assert (parts, runs.made) == ({}, [PLAIN, GRAFTED])
+    elif named:
+        assert (parts, runs.made) == ({}, [PLAIN, GRAFTED, *again, *again])
+    else:
+        assert (parts, runs.made) == ({"b@grad": ["b"]}, [PLAIN, GRAFTED, *again])
+    left = str(runs.changes(RunFilters(compare="True"))["compare"])
+    assert ("fullmatch('b', name) and kind == 'grad'" in left) is (not wrong and not named)

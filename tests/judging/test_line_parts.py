@@ -11,11 +11,18 @@ import pytest
 from graftlab.errors import RunError
 from graftlab.judging import line_runs
 from graftlab.judging.line_runs import LineSearch, _TracedCall, _with_counterpart, _written
+from graftlab.lines.lost import LostOperation
 
 
 def operation(index: int, name: str = "add") -> Any:
     frame = SimpleNamespace(file="model.py", line=index, source=f"line {index}")
     return SimpleNamespace(index=index, name=name, frames=(frame,), is_random=False, inputs=(1,))
+
+
+def _traced(index: int) -> Any:
+    made = operation(index)
+    made.call, made.arguments, made.shapes = f"{made.name}()", (), ()
+    return made
 
 
 def lost(index: int, **more: Any) -> Any:
@@ -295,7 +302,7 @@ def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None
     assert f"{line_runs.LINE_TAP}.60.before.8" in mine.taps
     assert len(mine.taps) == 2
     mine.trying = remedy(grafted={5: 50})
-    assert len(mine.taps) == 1
+    assert (len(mine.taps), mine.shown_on_baseline) == (1, {50})
 
 
 def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() -> None:
@@ -305,6 +312,23 @@ def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() 
     assert _with_counterpart(baseline, [lost(5, counterpart=operation(2))]) == baseline[::-1]
     added, *rest = _with_counterpart(baseline, [lost(5, counterpart=operation(3))])
     assert (added.operation.index, rest) == (3, baseline)
+
+
+def test_lines_that_appeared_later_are_shown_only_where_none_is_confirmed(search: Any) -> None:
+    search._traced = None
+    first, later = (LostOperation(_traced(line), True, True, is_later=line > 1) for line in (1, 2))
+
+    def shown(**given: Any) -> list[tuple[int, bool]]:
+        mine = call("a", before=on_both(first, later), kept=[first], **given)
+        mine.wanted = SimpleNamespace(name="a", step=0, occurrence=0)
+        mine.is_on_some_ranks = True
+        return [(each.line, each.confirmed) for each in search._lines_of(mine)]
+
+    # Without the parts of other ranks, right values seem to be lost.
+    assert shown() == []
+    assert shown(confirmed={1}) == [(1, True)]
+    cured = SimpleNamespace(side="target", operation=_traced(3), is_one_sided=False)
+    assert shown(cure=cured) == [(3, True), (1, False)]
 
 
 def test_where_a_state_was_written_is_said_if_it_was_seen() -> None:

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from graftlab.errors import SessionError
+from graftlab.judging import match_runs
 from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
+from graftlab.layouts import Mesh, parse_layout
+from graftlab.layouts.on_ranks import RankLayout
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
-from graftlab.ranks.match_recorder import forget_match, record_taps, recorded_value
+from graftlab.ranks.match_recorder import MatchRecord, forget_match, record_taps, recorded_value
 
 
 def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
@@ -94,6 +97,53 @@ def test_a_run_of_a_match_adds_new_grafts_and_drops_those_that_are_no_longer_wan
     assert changed() == ({}, ["x", "z"])
 
 
+def test_values_that_arrive_with_the_record_are_used_and_forgotten_at_the_end() -> None:
+    taps = [RecordedTap.of("a", torch.ones(2)), RecordedTap.of("b", torch.ones(2))]
+    taps[1].value = None
+    record = SimpleNamespace(taps=taps, notes=[], layouts={}, skipped={})
+    ended: list[Any] = []
+
+    class Session:
+        closed = False
+
+        def __init__(self) -> None:
+            self.runs = [SimpleNamespace(done=True)]
+
+        def start(self, *callees: Any) -> Any:
+            return SimpleNamespace(wait=lambda bar: None, baseline=[record], target=[record])
+
+        def run(self, *callees: Any) -> None:
+            ended.append(callees)
+
+    session = Session()
+    with _MatchedRuns(session, print, print, (), {}, 1, 2) as match:  # type: ignore[arg-type]
+        match._record(())
+        assert [*match._values] == ["a"]
+    assert ended == [(forget_match, forget_match)]
+    # Ranks that are still running cannot forget it.
+    session.runs = [SimpleNamespace(done=False)]
+    with match:
+        pass
+    assert len(ended) == 1
+
+
+def test_each_side_is_matched_by_its_own_default_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def matched(session: Any, baseline: Any, target: Any, *rest: Any) -> Any:
+        made.append((baseline, target))
+        raise SessionError("enough")
+
+    session: Any = SimpleNamespace(ranks=[SimpleNamespace(takes_work=True)])
+    defaults = {"baseline": "f()", "target": "g()"}
+    monkeypatch.setattr(match_runs, "internals_of", lambda session: SimpleNamespace(default_callees=defaults))
+    monkeypatch.setattr(match_runs, "_MatchedRuns", matched)
+    for given in ({}, {"baseline": "own()"}, {"target": "own()"}):
+        with pytest.raises(SessionError, match="enough"):
+            match_runs.match(session, **given)
+    assert made == [("f()", "g()"), ("own()", "g()"), ("f()", "own()")]
+
+
 def test_the_stop_button_interrupts_the_run_of_a_match() -> None:
     asked: list[str] = []
 
@@ -113,3 +163,36 @@ def test_the_stop_button_interrupts_the_run_of_a_match() -> None:
     with pytest.raises(KeyboardInterrupt):
         match._record(())
     assert asked == ["interrupt"]
+
+
+def test_the_tensors_of_ranks_are_joined_by_their_layout_or_are_copies() -> None:
+    x = torch.arange(8.0)
+    layout = RankLayout(parse_layout("shard(dim=0, mesh='tp')").on(Mesh((("tp", 2),))), (8,))
+    halves = [RecordedTap.of("x", half) for half in x.chunk(2)]
+    match: Any = SimpleNamespace()
+
+    def joined(held: list[RecordedTap], layout: RankLayout | None, ranks: int = 2) -> Any:
+        return _MatchedRuns._joined(match, held[0], held, layout, ranks)
+
+    whole = joined(halves, layout)
+    assert torch.equal(whole.value, x)
+    copies = [RecordedTap.of("x", x), RecordedTap.of("x", x.clone())]
+    assert joined(copies, None) is copies[0]
+    assert joined(copies[:1], None) is copies[0]
+    for other in (x + 1, x[:4], x.reshape(2, 4)):
+        assert "declare it with gl.tap(layout=...)" in joined([copies[0], RecordedTap.of("x", other)], None)
+    assert joined(halves[:1], layout) == "only 1 of 2 ranks have it"
+    halves[1].value = None
+    assert "were not all kept" in joined(halves, layout)
+
+
+def test_a_job_that_recorded_nothing_is_named() -> None:
+    ranks = [SimpleNamespace(label=f"target[{rank}]") for rank in range(2)]
+    records = [MatchRecord([], {}, {}, []), None]
+    match: Any = SimpleNamespace(
+        _session=SimpleNamespace(select=lambda side: ranks), _recorded_on=lambda rank, name: records[ranks.index(rank)]
+    )
+    with pytest.raises(SessionError, match=r"match: target\[1\] recorded nothing in this step; its log has the reason"):
+        match_runs._MatchedSteps._records(match, "target")
+    records[1] = records[0]
+    assert match_runs._MatchedSteps._records(match, "target") == [records[0]] * 2

@@ -146,8 +146,9 @@ def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, mad
     assert made.asked == []
 
 
-def test_beside_a_named_group_only_what_comes_after_the_taps_is_reported(unexplained: Any) -> None:
+def test_beside_a_named_group_only_what_comes_after_the_taps_is_reported(unexplained: Any, made: Made) -> None:
     assert unexplained(("b",)) == (["after the last tap"], [], ["written", "lost_gradients"])
+    assert made.naming.unseen == ["not compared, with lost: True"]
     assert unexplained(("b",), inputs=["b"])[0][-1].startswith("only sometimes")
     assert unexplained(not_repeated=["b"]) == ([], [], [])
 
@@ -543,6 +544,11 @@ def test_the_origin_of_errors_is_sought_of_named_values_alone(given: dict[str, A
     made.evidence = replace(made.evidence, selves=[object()])  # type: ignore[list-item]
     origins("b")
     assert given["added_frame"][1]["constant"] is None
+    made.asked.pop()
+    made.runs.request.constant_floor = 0.05
+    made.evidence = replace(made.evidence, selves=[])
+    origins("b")
+    assert given["added_frame"][1]["constant"] == 0.05
     made.asked.pop()
     assert origins("c", "d@grad", inputs=["c"]) is None
     assert origins("b", not_repeated=["a"]) is None

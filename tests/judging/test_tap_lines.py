@@ -105,3 +105,17 @@ def test_a_session_looks_for_lines_as_it_is_asked_to(monkeypatch: pytest.MonkeyP
     assert (owner, tap) == (session, "h")
     assert (request.baseline, request.target, request.threshold) == ("f", "g", 7.0)
     assert (request.args, request.kwargs) == ((1,), {"scale": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ((0.0, 1e-6, [], ()), "'x' adds no more than rounding"),
+        ((1e-3, 0.0, [], ()), "'x' adds no more than rounding"),
+        ((1e-3, 1e-6, [], ()), "'x' adds 0.001, 1e+03 x the rounding of its dtype. No operation was found that causes"),
+        ((1e-3, 1e-6, [], ("why",)), "'x' adds 0.001, 1e+03 x the rounding of its dtype.\nwhy"),
+    ],
+)
+def test_the_headline_states_whether_an_operation_was_found(given: Any, begins: str) -> None:
+    added, floor, found, remarks = given
+    assert TapLines("x", added=added, floor=floor, found=found, remarks=remarks).text.startswith(begins)

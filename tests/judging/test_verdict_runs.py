@@ -264,6 +264,11 @@ def test_a_recording_is_neither_repeated_nor_traced_nor_matched(monkeypatch: pyt
     runs.target_against_itself()
     assert runs.unwritten_memory() == ["m"]
     assert len(calls.made) == 1
+    # It returns the number of its taps, which is no result of a model.
+    calls.answer(baseline=[7], target=[8])
+    runs.both("without grafts", RunFilters())
+    assert runs.returned is not None
+    assert runs.returned.differences == ()
 
 
 # ---- scripts that are started for each run ---------------------------------------------------------------------------

@@ -90,6 +90,18 @@ def test_a_sum_of_ranks_is_missed_by_too_much_in_either_direction(sign: int) -> 
         )
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_numbers_in_double_precision_are_not_rounded(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr("graftlab.lines.fingerprints.load", lambda: None)
+    x = torch.linspace(-1, 2, 40, dtype=torch.float64) + 1e-12
+    found = fingerprint(x)
+    assert found.values is not None
+    assert found.magnitudes is not None
+    assert [found.values[0], found.values[-1]] == [float(x.min()), float(x.max())]
+    assert [found.magnitudes[0], found.magnitudes[-1]] == [float(x.abs().min()), float(x.abs().max())]
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_quantised_tensor_has_the_fingerprint_of_its_numbers() -> None:
     plain = torch.linspace(-3, 3, 24).reshape(4, 6)

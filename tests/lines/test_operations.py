@@ -60,6 +60,14 @@ def test_an_argument_that_has_its_default_is_left_out_though_another_follows_it(
     assert recorder.operations[0].arguments == ("k=2", "largest=False")
 
 
+def test_a_slice_without_an_end_ends_at_the_end() -> None:
+    x = drawn(2, 3)
+    with OperationRecorder() as recorder:
+        x[1:].add(x[:1])
+    calls = [each.call for each in recorder.operations if each.name == "slice"]
+    assert calls == ["slice(f32[2, 3], 1, end)", "slice(f32[2, 3], 0, 1)"]
+
+
 def test_a_write_through_a_view_is_a_source_of_the_whole() -> None:
     cache = torch.zeros(4, 3)
     with OperationRecorder() as recorder:

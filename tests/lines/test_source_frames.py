@@ -7,13 +7,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 import torch
 
 from graftlab.base.sources import install_source
-from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, model_frame, stack_entries
+from graftlab.lines.frames import SourceFrame, StackEntry, model_entry, model_frame, runs_in_backward, stack_entries
 from graftlab.lines.operations import Operation
 from graftlab.zoo.model import Config, Math, Model, make_weights
 
@@ -166,6 +166,35 @@ def test_torchs_own_modules_have_their_lines_where_an_expression_calls_them(
     thread.start()
     thread.join()
     assert [each.source for each in found if each] == ["return F.layer_norm("]
+
+
+def entry(code: CodeType, line: int, *, is_of_user: bool, defines_modules: bool = False) -> StackEntry:
+    return StackEntry(code, line, is_of_user, defines_modules)
+
+
+def test_the_line_of_a_helper_is_replaced_by_that_of_a_modules_method_alone() -> None:
+    function = test_the_line_of_a_helper_is_replaced_by_that_of_a_modules_method_alone.__code__
+    method = Attention.forward.__code__
+    helper = entry(function, 1, is_of_user=False)
+    of_notebook = entry(function, 2, is_of_user=True, defines_modules=True)
+    of_module = entry(method, 3, is_of_user=True, defines_modules=True)
+    of_package = entry(function, 4, is_of_user=False, defines_modules=True)
+    assert model_entry([helper, of_notebook, of_module]) is of_module
+    assert model_entry([helper, of_notebook]) is helper
+    assert model_entry([helper, of_package, of_module]) is of_package
+    assert model_entry([of_notebook, of_module]) is of_notebook
+
+
+class Attention(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_only_the_users_own_code_can_be_what_autograd_has_called() -> None:
+    frame = sys._getframe()
+    assert runs_in_backward([entry(frame.f_code, 1, is_of_user=True)], frame)
+    assert not runs_in_backward([entry(frame.f_code, 1, is_of_user=False)], frame)
+    assert not runs_in_backward([], frame)
 
 
 def test_callers_follow_only_the_line_that_made_the_operation_itself() -> None:

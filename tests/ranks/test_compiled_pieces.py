@@ -143,6 +143,39 @@ def test_the_smallest_wrong_part_is_found_wherever_it_is(parts: Any) -> None:
             assert len(tried) <= 10
 
 
+@pytest.mark.parametrize(("most", "lines"), [(100, (3,)), (9, (2, 3)), (0, (0, 1, 2, 3))])
+def test_a_part_is_shortened_from_its_begin_again_up_to_a_number_of_compilations(
+    most: int, lines: tuple[int, ...], parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_pieces, "_MOST_ATTEMPTS", most)
+
+    def is_right(part: Any) -> bool:
+        # Without the last operations, the mistake needs fewer of the first ones.
+        return not ((part.begin == 0 and part.end == 8) or part.begin <= 3 < part.end < 8)
+
+    assert search_pieces(parts, is_right).lines == lines
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "together"),
+    [(True, True, True), (True, False, False), (False, True, False), (True, None, None), (None, False, None)],
+)
+def test_an_answer_of_a_side_is_that_of_all_its_ranks(
+    own: bool | None, other: bool, together: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(answers: list[bool | None], answer: bool | None) -> None:
+        answers[:] = [answer, other]
+
+    assert compiled_runs._on_all_ranks(own) is own
+    for name, stand_in in (
+        ("is_initialized", lambda: True),
+        ("get_world_size", lambda: 2),
+        ("all_gather_object", gather),
+    ):
+        monkeypatch.setattr(torch.distributed, name, stand_in)
+    assert compiled_runs._on_all_ranks(own) is together
+
+
 @pytest.mark.parametrize(
     ("answers", "is_right"), [([False], False), ([None], True), ([True, True], True), ([True, None], True)]
 )

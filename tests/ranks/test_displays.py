@@ -90,3 +90,17 @@ assert [sorted(each) for each in sent] == [
 @pytest.mark.ranks
 def test_display_is_a_builtin_and_pyplot_shows_each_figure_once() -> None:
     subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=100)
+
+
+def test_a_dict_is_displayed_as_given_only_on_request(sent: list[dict[str, str]]) -> None:
+    show = Displays(sent.append)
+    show({"text/html": "<b>it</b>"}, raw=True)
+    show({"text/html": "<b>it</b>"})
+    show(3, raw=True)
+    show.publish({"text/x": 4})
+    assert sent == [
+        {"text/html": "<b>it</b>"},
+        {"text/plain": "{'text/html': '<b>it</b>'}"},
+        {"text/plain": "3"},
+        {"text/plain": "[displayed in no form that a notebook can show]"},
+    ]

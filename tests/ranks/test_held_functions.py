@@ -164,14 +164,19 @@ def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
     def number() -> int:
         return 3
 
+    drawn: list[float] = []
+
     def draw() -> nn.Module:
-        torch.rand(3)
+        drawn.append(float(torch.rand(3).sum()))
         return model
 
     given = []
     for found in (model, draw):
         define_call(File(found), lambda: torch.rand(1, 2), None)  # type: ignore[arg-type]
         given.append(namespace["graftlab_args"][0])
+    torch.rand(5)
+    define_call(File(draw), X, None)  # type: ignore[arg-type]
+    assert drawn[0] == drawn[1]
     assert torch.equal(*given), "inputs do not depend on what a side draws for its weights"
     for found, expected in ((model, model), (make, model), (call, call)):
         watched.clear()

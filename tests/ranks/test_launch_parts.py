@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.in_process import talking_ranks
 
 from graftlab.base.world import Place
 from graftlab.errors import LaunchError
@@ -270,3 +271,25 @@ def test_a_forkserver_that_is_just_starting_survives_the_stop_button(monkeypatch
     environment = {**os.environ, preload_first.VARIABLE: "yes"}
     ended = subprocess.run([sys.executable, "-c", started], env=environment, capture_output=True, text=True)
     assert (ended.stdout, ended.returncode) == ("set()\n", 0), ended.stderr
+
+
+def test_a_released_rank_leaves_no_socket_and_no_file_of_torchs(tmp_path: Path) -> None:
+    with talking_ranks(tmp_path) as (first, other):
+        first.is_at("running", step=7)
+        first.rank.pid = 2**22 + 1  # more than the system gives
+        left, of_another = (Path(f"/dev/shm/torch_{pid}_test") for pid in (2**22 + 1, 2**22 + 2))
+        for path in (left, of_another):
+            path.touch()
+        try:
+            first.rank.release()
+            assert not left.exists()
+            assert of_another.exists()
+        finally:
+            for path in (left, of_another):
+                path.unlink(missing_ok=True)
+        assert (first.rank.wake_socket.fileno(), first.rank.alive, first.rank.channel.closed) == (-1, False, True)
+        # The rank ends when its end of this pipe is all that is left.
+        first.death_pipe.setblocking(False)
+        assert first.death_pipe.recv(1) == b""
+        assert first.rank.status().step == 7
+        assert other.rank.alive

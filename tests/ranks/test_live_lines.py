@@ -96,3 +96,13 @@ def test_windows_line_ends_are_not_taken_for_bars(shown: Shown) -> None:
     shown.stream.write("one\r\ntwo\r\n")
     assert shown.live == []
     assert shown.text.split() == ["one", "two"]
+
+
+def test_text_is_written_where_the_last_one_has_ended() -> None:
+    lines = LiveLines()
+    lines.write("ab")
+    lines.write("cd")
+    assert lines.text == "abcd"
+    lines.write("\rx")
+    lines.write("y")
+    assert lines.text == "xycd"

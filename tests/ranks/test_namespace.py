@@ -1,13 +1,15 @@
-"""How the exception that ended a rank's work is described to the notebook."""
+"""How code runs in a rank's namespace, and how the exception that ended it is described to the notebook."""
 
 from __future__ import annotations
 
 import pickle
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from graftlab.ranks.namespace import failure_of
+from graftlab.ranks.messages import Evaluate, Execute
+from graftlab.ranks.namespace import Namespace, failure_of
 
 
 class TwoParts(Exception):
@@ -47,3 +49,14 @@ def test_an_exception_that_does_not_travel_or_print_is_described(error: BaseExce
     failure = failure_of(error)
     assert (failure.kind, failure.message) == (type(error).__name__, said)
     assert (failure.exception is None) == isinstance(error, (TwoParts, Local))
+
+
+def test_a_cell_has_the_value_of_its_last_expression_and_its_own_language() -> None:
+    space = Namespace(ModuleType("cells"))
+    assert space.run(Execute("def f(x: int): return x\nf(3)", "<cell 1>")) == 3
+    assert space.run(Execute("y = f(4)", "<cell 2>")) is None
+    assert space.run(Execute("", "<cell 3>")) is None
+    # Not that of the module which compiles it, whose annotations are texts.
+    assert space.run(Execute("def g(x: int): ...\ng.__annotations__", "<cell 4>")) == {"x": int}
+    assert space.run(Evaluate("  f(y) + 1\n", "<cell 5>")) == 5
+    assert space.variables["y"] == 4

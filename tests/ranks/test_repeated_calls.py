@@ -93,6 +93,48 @@ def test_what_a_call_writes_is_shown_unless_it_is_made_once() -> None:
     assert held.is_released
 
 
+def test_what_a_call_writes_differently_each_time_is_not_compared_and_no_result() -> None:
+    model, numbers = nn.BatchNorm1d(2), itertools.count(1)
+
+    def call() -> Tensor:
+        assert model.running_mean is not None
+        model.running_mean.fill_(float(next(numbers)))
+        return torch.ones(2)
+
+    held = of(call, model)
+    described = held.describe()
+    assert (described.not_repeated, described.not_compared) == ((), ("what the call writes to running_mean",))
+    assert list(described.plain) == list(held()) == [""]
+
+
+def test_what_a_call_writes_beyond_the_budget_is_listed_as_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_call, "_WRITTEN_BUDGET", 8)
+    model, x = nn.BatchNorm1d(2), torch.randn(4, 2)
+    described = of(lambda: model(x), model).describe()
+    # The first of its buffers takes all of that.
+    assert described.not_compared == (
+        "what the call writes to running_var",
+        "what the call writes to num_batches_tracked",
+    )
+
+
+def test_weights_are_taken_in_the_state_before_the_call() -> None:
+    model = nn.BatchNorm1d(2, momentum=1.0)
+    held = of(lambda: model(torch.ones(4, 2)), model)
+    held()
+    seen: dict[str, list[float]] = {}
+
+    class Seen(CountingHandler):
+        def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+            assert tags == {"kind": "param"}
+            seen[name] = value.tolist()
+            return value
+
+    with handled_by(Seen()):
+        held.take_weights()
+    assert (seen["running_mean"], seen["running_var"], seen["weight"]) == ([0.0] * 2, [1.0] * 2, [1.0] * 2)
+
+
 def test_a_description_keeps_its_numbers_when_the_next_call_overwrites_them() -> None:
     out, model = torch.zeros(2), net()
     x = torch.ones(2)

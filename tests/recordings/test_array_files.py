@@ -22,6 +22,7 @@ from kit.limits import limited
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.recordings import array_files
+from graftlab.recordings.file_format import IndexEnd, StoredTensor, TapEntry, end_of
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -418,6 +419,20 @@ def test_any_damage_of_a_file_of_arrays_is_a_recording_error_that_names_it(
     assert all(isinstance(each, torch.Tensor) for each in found) if found else str(folder) in refused
 
 
+def test_the_end_of_an_index_counts_its_taps_and_all_steps_to_the_last() -> None:
+    stored = StoredTensor("x.npy", "", "float32", (2,), 0)
+    entries = [TapEntry(step, "x", {}, stored) for step in (0, 3)]
+    assert end_of(entries, ["y"]) == IndexEnd(2, 4, ["y"])
+    assert end_of([], []) == IndexEnd(0, 1, [])
+
+
+def test_hidden_files_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "x.npy", {"": VALUES})
+    # As a copy from another system leaves them.
+    (tmp_path / "._x.npy").write_bytes(b"attributes")
+    assert [entry.name for entry, _, _ in gl.Recording.from_files(tmp_path).taps(0)] == ["x"]
+
+
 def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.npy", {"": VALUES})
     recording = gl.Recording.from_files(tmp_path)
@@ -425,6 +440,11 @@ def test_a_file_that_changes_after_it_was_opened_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         gl.RecordingError, match=r"tap 'x' of step 0 on rank 0: .*x\.npy has changed since it was opened"
     ):
+        recording.tensor("x")
+    recording = gl.Recording.from_files(tmp_path)
+    # What torch has no dtype for.
+    np.save(tmp_path / "x.npy", np.zeros(2, "V2"))
+    with pytest.raises(gl.RecordingError, match="has changed since it was opened"):
         recording.tensor("x")
 
 

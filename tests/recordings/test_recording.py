@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
+from kit.grafters import become_rank
 from kit.limits import limited
 from kit.mailboxes import MIB
 
@@ -24,6 +25,7 @@ import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
 from graftlab.recordings import tensor_file, writer
 from graftlab.recordings.file_format import ChecksumChain, IndexLine, TapEntry
+from graftlab.taps import calls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
@@ -355,6 +357,34 @@ def chain(faults: dict[str, float]) -> None:
     x = torch.arange(1.0, 9.0)
     for name in "abc":
         x = gl.tap(name, torch.sin(x) * faults.get(name, 1.0))
+
+
+def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gl.record(tmp_path):
+        gl.step()
+        gl.tap("x", torch.ones(2), extras={"ids": torch.arange(2), "note": "a"}, layout="same", layer=3)
+        gl.step()
+        gl.step()
+        gl.tap("x", torch.zeros(2), layer=4)
+    recording = gl.Recording(tmp_path)
+    with pytest.raises(gl.RecordingError, match="replays its taps on a rank of a session"):
+        recording()
+    grafter, shown = become_rank(monkeypatch, "baseline"), list[Any]()
+
+    def tap(name: str, value: Any, extras: Any = None, layout: Any = None, **tags: Any) -> None:
+        shown.append((grafter.next_step, name, value.tolist(), extras, layout, tags))
+
+    monkeypatch.setattr(calls, "tap", tap)
+    monkeypatch.setattr(grafter, "patiently", contextlib.nullcontext, raising=False)
+    assert recording("for the other side", other=1) == 2
+    (first, second), (_, _, _, extras, layout, _) = shown, shown[0]
+    assert (first[:3], first[5]) == ((1, "x", [1.0, 1.0]), {"layer": 3})
+    assert extras["ids"].tolist() == [0, 1]
+    assert (extras["note"], layout) == ("a", "same")
+    assert second == (3, "x", [0.0, 0.0], None, None, {"layer": 4})
+    recording.world_size = 2
+    with pytest.raises(gl.RecordingError, match=r"recorded on 2 ranks, but this side has 1; launch it with gl\.launch"):
+        recording()
 
 
 @pytest.mark.ranks

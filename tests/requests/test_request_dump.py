@@ -32,6 +32,7 @@ from graftlab.requests import (
     RequestDumper,
     RequestLogging,
     load_dump,
+    pickling,
     writing,
 )
 from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
@@ -497,6 +498,27 @@ def test_an_object_that_pickles_only_at_times_cannot_hold_up_the_others(dumper: 
     assert [record.rid for record in dump["requests"]] == ["a", "b"]
     assert dump["requests"][0].request["other"] == [1, {"b": 2}]
     assert dump["requests"][1].request["ids"] == [3]
+
+
+def test_at_last_builtin_values_alone_are_kept() -> None:
+    dropped: list[Any] = []
+    content = {"server_args": object(), "requests": [({"rid": "a", "thing": object(), "n": [1, 2.5]}, None, 1.0, 2.0)]}
+    found = pickling._with_plain_requests(content, dropped)
+    assert found["server_args"] is None
+    ((request, response, *times),) = found["requests"]
+    assert (request["rid"], request["n"], response, times) == ("a", [1, 2.5], None, [1.0, 2.0])
+    assert isinstance(request["thing"], str)
+    assert [each["where"] for each in dropped] == ["requests[0].request['thing']"]
+    assert "did not pickle the same way twice" in dropped[0]["reason"]
+
+
+def test_of_a_distributed_tensor_the_part_of_this_rank_is_kept(dumper: RequestDumper) -> None:
+    class Sharded(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return torch.full((2,), 7.0)
+
+    add(dumper, "a", shard=torch.zeros(4).as_subclass(Sharded))
+    assert only_dump(dumper)["requests"][0].request["shard"].tolist() == [7.0, 7.0]
 
 
 def test_a_repr_that_raises_or_never_ends_is_no_obstacle(dumper: RequestDumper) -> None:

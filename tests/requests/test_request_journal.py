@@ -278,6 +278,9 @@ def test_a_segment_goes_when_the_lowest_request_in_memory_is_beyond_it(tmp_path:
     journal = Journal("token", lambda: {"requests": [], "server_args": None, "dropped": []})
     for _ in range(2):
         journal.accept(tmp_path, b"", id)
+        # A short segment is continued.
+        journal.tidy(lambda: 1)
+    assert len(journal.paths) == 1
     journal.tidy(lambda: 1, force=True)
     journal.accept(tmp_path, b"", id)
     journal.tidy(lambda: 2, force=True)

@@ -27,7 +27,7 @@ from kit.limits import limited
 import graftlab as gl
 from graftlab.errors import DumpError
 from graftlab.graphs.slots import FillContext
-from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump
+from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump, rebuilding
 from graftlab.requests.pickling import tensor_from_bytes
 from graftlab.requests.served import FinishedRequest, Request
 from graftlab.requests.unpickling import PickleReader, PickleReadError
@@ -305,6 +305,31 @@ def test_anything_else_becomes_a_placeholder_with_what_the_file_says_about_it(
     assert found.class_name in (name, f"{__name__}.{name}")
     assert (found.args, found.state, found.items) == (args, state, items)
     assert repr(found) == f"Opaque({found.class_name!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slotted:
+    rid: str
+    number: int = 0
+
+
+@dataclasses.dataclass
+class _Plain:
+    rid: str
+
+
+def test_fields_are_set_as_a_file_has_them_and_only_by_their_names() -> None:
+    for state in (["a", 3], {"rid": "a", "number": 3, "unknown": 5}, (None, {"rid": "a", "number": 3})):
+        made = object.__new__(_Slotted)
+        rebuilding._fill(made, state)
+        assert (made.rid, made.number) == ("a", 3)
+        assert not hasattr(made, "unknown")
+    plain = object.__new__(_Plain)
+    rebuilding._fill(plain, {"rid": "b", "later": 4})
+    assert vars(plain) == {"rid": "b", "later": 4}
+    for wrong in ({3: "a"}, "rid", ["a", "b"]):
+        with pytest.raises((TypeError, ValueError)):
+            rebuilding._fill(plain, wrong)
 
 
 def test_a_dataclass_of_the_kit_that_no_file_holds_is_not_made() -> None:

@@ -15,6 +15,7 @@ import graftlab as gl
 from graftlab.errors import TransformError
 from graftlab.requests.identity import request_ids_tensor
 from graftlab.transforms import GraftTransformInput, align_by_request, compare, run_transform
+from graftlab.transforms.align import _token_dims
 
 
 def the_input(
@@ -322,3 +323,21 @@ def test_all_rows_are_unmatched_if_senders_have_none_of_the_requests() -> None:
     assert torch.equal(outcome.value, own)
     assert outcome.rows is not None
     assert ([len(index) for index in outcome.rows], outcome.rows_unmatched) == ([0], 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "readings"),
+    [
+        # Of three dimensions or more the last has features, however many.
+        ((2, 4, 7), [3, 4], [(1, True, False)]),
+        ((2, 7), [3, 4], [(1, False, False), (1, True, False)]),
+        ((7,), [3, 4], [(0, False, False)]),
+        ((2, 5, 4, 8), [3, 4], [(2, True, False), (1, True, True)]),
+        ((3, 4, 8), [3, 4], [(1, True, True)]),
+        ((9, 8), [3, 4], [(1, True, True), (0, False, True)]),
+        ((5, 8), None, [(0, False, False)]),
+    ],
+    ids=str,
+)
+def test_tokens_may_be_in_these_dimensions(shape: tuple[int, ...], lengths: list[int] | None, readings: Any) -> None:
+    assert _token_dims(torch.zeros(shape), 2, lengths, "the receiver") == readings

@@ -114,7 +114,11 @@ def test_an_unexplained_difference_has_no_hint(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [(X, X), (X, X[0]), (X.long(), X.long() + 1), (X, X.long()), (X.long(), X), (X[:0], X[:0])]
+    "pair",
+    [
+        *((X, X), (X, X[0]), (X.long(), X.long() + 1), (X, X.long()), (X.long(), X), (X[:0], X[:0])),
+        *((torch.ones(4, 8), torch.full((4, 8), 2)), (torch.full((4, 8), 2), torch.ones(4, 8))),
+    ],
 )
 def test_equal_or_unsuitable_tensors_have_no_hint(pair: tuple[Tensor, Tensor]) -> None:
     assert hint_of(*pair) is None

@@ -10,7 +10,14 @@ import pytest
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame
-from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_jobs
+from graftlab.verdict.job_remarks import (
+    data_of_jobs,
+    more_in_other_steps,
+    remarks_on_jobs,
+    remarks_on_recording,
+    remarks_on_rows,
+)
+from graftlab.verdict.model_data import RunData
 from graftlab.verdict.wording import Findings, JobRemarks, text_of
 
 
@@ -90,6 +97,43 @@ def text(rows: list[Row], job_remarks: JobRemarks, label: str) -> str:
     frame: pd.DataFrame = added_frame(to_frame(rows), {}, constant=job_remarks.constant)
     frame.loc[frame["ratio"] > 5, "label"] = label
     return text_of(Findings(frame, 5.0, 1, job_remarks.unseen, job_remarks=job_remarks))
+
+
+def test_a_recording_has_an_assumed_floor_and_states_what_it_has_no_taps_of() -> None:
+    both, neither = to_frame(WATCHED), to_frame([row(1, "y", dtype="bfloat16")])
+    known = remarks_on_recording(both, both, None)
+    assert (known.constant, known.floor, known.unseen) == (1e-5, "assumed ", ())
+    assert known.basis[0].startswith(
+        "The baseline is a recording, which computes nothing. So the floor is not measured"
+    )
+    bare = remarks_on_recording(neither, neither, None)
+    assert bare.constant == 2e-2
+    inputs, weights = bare.unseen
+    assert inputs.startswith("whether both sides have the same inputs, which no tap shows")
+    assert weights.startswith("whether both sides have the same weights, which no tap shows")
+    assert weights.endswith(".")
+    # The floor is that of the run whose taps were grafted.
+    given = remarks_on_recording(both, neither, 1e-3)
+    assert (given.constant, given.floor) == (1e-3, "given ")
+    assert remarks_on_recording(both, neither, None).constant == 2e-2
+
+
+def test_a_verdict_from_rows_states_what_they_do_not_show() -> None:
+    frame, nothing = to_frame(WATCHED), to_frame([])
+    settings: Any = {"given": None, "threshold": 5.0, "where": "step 3"}
+    plain = remarks_on_rows(frame, frame, RunData(frame, None), **settings)
+    assert (plain.constant, plain.floor, plain.unseen, plain.last) == (1e-5, "assumed ", (), ())
+    assert plain.basis[0].startswith(
+        "This verdict is from the rows of step 3. So the floor is not measured but assumed"
+    )
+    assert len(plain.of_named) == 1
+    grafted = remarks_on_rows(nothing, frame, RunData(frame, 2), **settings)
+    assert grafted.unseen == ("what was inherited: no step of this run compared every tap and grafted none.",)
+    assert grafted.last[0].startswith("The target has had the baseline's weights since step 2, because")
+    unlike = to_frame([row(1, "w", 0.1, kind="param"), *WATCHED[1:]])
+    qualified = remarks_on_rows(frame, frame, RunData(unlike, None), **settings)
+    assert qualified.of_named[0].startswith("Weights were not grafted, so differing weights may explain what is named.")
+    assert qualified.of_named[1:] == plain.of_named
 
 
 def test_nothing_is_called_rounding_over_an_unmeasured_floor() -> None:

@@ -101,6 +101,15 @@ def test_steps_that_repeat_show_no_shift() -> None:
     assert find_misaligned_steps(to_frame(list(rows([("y", three, wrong_once)], 2, 3)))) is None
 
 
+def test_a_value_that_comes_twice_does_not_hide_the_shift_by_which_it_returns() -> None:
+    def again(number: int) -> torch.Tensor:
+        return noise(0 if number == 2 else number)
+
+    found = find_misaligned_steps(to_frame(list(rows([("x", again, ahead(again, 2))]))))
+    assert found is not None
+    assert (found.ahead, found.by) == ("target", 2)
+
+
 def test_tokens_and_positions_together_show_a_shift() -> None:
     positions = ("positions", lambda n: torch.tensor([n]), lambda n: torch.tensor([n + 1]))
     found = find_misaligned_steps(to_frame(list(rows([("ids", token, ahead(token, 1)), positions]))))

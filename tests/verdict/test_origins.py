@@ -116,6 +116,9 @@ def test_a_module_that_differs_from_equal_inputs_is_wrong_itself() -> None:
     assert (origin.is_itself, origin.tap, origin.given_to) == (True, "attn.o", "")
     assert origin.modules == {"baseline": "attn.o", "target": "attn.o"}
     assert not found.are_right("attn.o")
+    # Without a call of that name on the baseline, its module has the name of the tap.
+    (origin,) = origins(given("attn.o", 0.5), Tap("attn.o", 5.0), calls={}, on_target=CALLS).found
+    assert origin.modules["baseline"].startswith("attn.o")
 
 
 def test_at_the_threshold_a_module_agrees() -> None:

@@ -122,6 +122,16 @@ def test_equal_outputs_of_equal_weights_need_no_words() -> None:
     assert "layers.0.up.weight_scale" in modules.scales
 
 
+def test_of_several_quantised_weights_the_farthest_is_stated() -> None:
+    modules = found([weight(0, 0.02), weight(1, 0.026), weight(2, 0.01)], [])
+    assert modules.text[0].endswith("they differ from the baseline's by at most 0.026 (rel_l2).")
+
+
+def test_integers_beside_zeros_have_no_factor() -> None:
+    codes = weight(0, 0.1, cast="bfloat16 -> int8", std_baseline=0.0, cosine=None)
+    assert list(found([codes], [row("layers.0.up", 0.1, status="grafted")]).scaled) == []
+
+
 def test_codes_without_a_scale_are_not_compared_and_said_to_be_so() -> None:
     weights = [weight(0, 4e3, aligned_by=None), weight(1)]
     modules = found(weights, [])

@@ -46,8 +46,9 @@ def test_a_differing_word_is_suggested_as_a_rename() -> None:
         run(LAYERS, []),
         run([f"model.{name}" for name in LAYERS], LAYERS, status="compared"),
         run([f"model.{i}" for i in range(9)], [f"m.{i}" for i in range(40, 49)]),
+        run(["layers.0.attn"], ["layers.1.attn"]),
     ],
-    ids=["unlike", "one side", "something paired", "other numbers"],
+    ids=["unlike", "one side", "something paired", "other numbers", "other layers"],
 )
 def test_no_rename_is_suggested_if_it_would_not_help(found: pd.DataFrame) -> None:
     assert suggested_rename(found) is None

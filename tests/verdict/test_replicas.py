@@ -15,6 +15,8 @@ from graftlab.verdict.replicas import (
     FROM_WEIGHT,
     ReplicaComparison,
     TapAcrossRanks,
+    _cosine,
+    _distance,
     check_replicas,
     unreduced,
 )
@@ -75,6 +77,10 @@ def test_a_declared_copy_that_is_far_off_is_not_taken_for_the_ranks_own_data() -
     assert only(check(*far, declared=lambda name: BOTH if name == "x" else None)).relation == "disagrees"
     said = [[each._replace(declared=BOTH) for each in shown] for shown in far]
     assert only(check(*said)).relation == "disagrees"
+    # Even where it has the shape of a part of a copy.
+    whole = sketch("whole", NUMBERS[2], (8, 8))
+    checked = check(*[[whole, *shown] for shown in said])
+    assert relations(checked) == {"whole": "agrees", "x": "disagrees"}
 
 
 def test_a_tap_that_a_rank_lacks_is_named_with_the_ranks_that_have_it() -> None:
@@ -186,6 +192,13 @@ def test_a_copy_that_passes_on_its_difference_is_not_a_partial_sum() -> None:
     copy, out = check(*ranks).taps
     assert unreduced([copy], out) is None
     assert unreduced([replace(copy, relation="own data")], out) is not None
+    assert unreduced([replace(copy, relation="own data", kind="grad")], out) is None
+
+
+def test_tensors_of_zeros_have_no_direction() -> None:
+    zeros, other = sketch("x", NUMBERS[0] * 0), sketch("x", NUMBERS[0])
+    assert [_cosine(zeros, zeros), _cosine(zeros, other), _distance(zeros, zeros)] == [0.0, 0.0, 0.0]
+    assert _cosine(other, other) == pytest.approx(1.0)
 
 
 def test_of_two_partial_sums_the_last_before_the_copy_is_named() -> None:

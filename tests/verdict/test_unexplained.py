@@ -337,6 +337,7 @@ def test_state_that_a_call_writes_is_not_a_returned_value() -> None:
     several = [(written_path(name), size, PAIR) for name, size in (("a", 0.2), ("b", 0.9), ("c", 0.5))]
     (said,) = unexplained(tap("y", 2), returned=returned(*several)).written()
     assert said.startswith("What the call writes to b (and 2 more) differs by 0.9")
+    assert unexplained(tap("y", 2), returned=returned(("", 0.7, PAIR))).written() == []
     # A graft may put another tensor in the place of the one that the model writes into.
     (said,) = unexplained(tap("y", 2), returned=returned((path, 0.7, PAIR))).written()
     assert "baseline's value" not in said

@@ -26,7 +26,7 @@ from graftlab.verdict.lines import (
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
-from graftlab.verdict.wording import ADD_TAPS, Findings, JobRemarks, _is_coarse, _ranks, text_of
+from graftlab.verdict.wording import ADD_TAPS, Findings, JobRemarks, _is_coarse, _ranks, _sentence_groups, text_of
 
 
 def tap(
@@ -567,3 +567,24 @@ def test_without_a_compared_tap_the_advice_follows_from_whether_both_sides_have_
     assert text_of(lost).startswith(
         "Apart from inputs, nothing was compared: no tap has a number that is finite on both"
     )
+
+
+def test_culprits_have_their_sentences_first_and_many_weights_share_one() -> None:
+    labels = {"a": "suspect", "b": "culprit", "c": "suspect", "w.*@param": "culprit"}
+    weights = {f"w{letter}@param": "suspect" for letter in "abcd"}
+    frame = pd.DataFrame({"group": [*labels, *weights], "label": [*labels.values(), *weights.values()]})
+    found = _sentence_groups(frame, [*labels, *weights])
+    assert found == [["b"], ["w.*@param"], ["a"], ["c"], [*weights]]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "begins"),
+    [
+        (RoundingGroups(), "Nothing above bfloat16 rounding"),
+        (RoundingGroups(groups=("b",)), "Nothing else is above bfloat16 rounding"),
+        (RoundingGroups(stands_out="x adds far more than the others."), "Nothing else is above bfloat16 rounding"),
+    ],
+)
+def test_nothing_else_is_above_rounding_where_anything_stands_out(rounding: RoundingGroups, begins: str) -> None:
+    frame = pd.DataFrame([{**tap("a", 1.0), "dtype": "bfloat16"}], columns=list(COLUMNS))
+    assert begins in text_of(Findings(frame, 5.0, 1, rounding=rounding))

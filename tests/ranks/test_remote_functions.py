@@ -1,0 +1,115 @@
+"""What a rank does with the code of a notebook: how it is bound, and what comes back of each batch of a replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.grafters import StandInGrafter, become_rank
+
+import graftlab as gl
+from graftlab.errors import RequestError
+from graftlab.ranks.remote_functions import (
+    bind_callee,
+    call_in_float64,
+    call_until_exception,
+    call_with_module_inputs,
+    feed_batches,
+    round_callee,
+    sketch_callee,
+)
+from graftlab.taps.calls import ambient
+
+X = torch.linspace(0.1, 3, 8)
+
+
+@pytest.fixture
+def grafter(monkeypatch: pytest.MonkeyPatch) -> StandInGrafter:
+    # As of a grafter within a run.
+    monkeypatch.setattr(StandInGrafter, "moment", property(lambda self: (0, self.next_step)))
+    return become_rank(monkeypatch, "target", x=X, twice=lambda batch: [2 * each for each in batch])
+
+
+def tapped(x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+    gl.tap("y", x * times)
+    gl.tap("n", 3)
+    return (x * times).sin()
+
+
+@pytest.mark.usefixtures("grafter")
+def test_code_is_a_function_with_arguments_or_an_expression_on_the_rank() -> None:
+    assert torch.equal(bind_callee(tapped, (X,), {"times": 2.0})(), (X * 2).sin())
+    assert torch.equal(bind_callee("x + 1")(), X + 1)
+    sketches, others = sketch_callee(tapped, (X,), {"times": 2.0})
+    assert [(each.name, round(each.norm, 4)) for each in sketches] == [("y", round(float((X * 2).norm()), 4))]
+    assert others == ["n"]
+
+
+def test_a_call_that_raises_again_has_no_result() -> None:
+    def fails() -> None:
+        raise ValueError
+
+    assert call_until_exception(fails) is None
+    assert call_until_exception(lambda: 3) == 3
+
+
+def test_a_call_in_float64_computes_in_it() -> None:
+    wide = call_in_float64(tapped, X, times=1 / 3)
+    assert not torch.equal(wide.double(), tapped(X, times=1 / 3).double())
+    assert torch.allclose(wide.double(), (X.double() / 3).sin(), rtol=1e-7, atol=0)
+    assert round_callee(tapped, (X,), {"times": 1 / 3}, 1 << 20)
+
+
+@pytest.mark.usefixtures("grafter")
+def test_inputs_of_modules_are_those_of_the_code_that_ran() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2))
+    gl.watch(model).remove()
+    assert call_with_module_inputs(lambda: model(X), [], []) == {}
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_batch_has_its_outputs_or_its_own_failure(grafter: StandInGrafter) -> None:
+    def answer(batch: list[Any]) -> list[Any]:
+        if "bad" in batch:
+            raise ValueError("no such request")
+        if "exit" in batch:
+            raise SystemExit(2)
+        return [each.upper() for each in batch if each != "lost"]
+
+    batches = [("0", ["a", "b"]), ("1", ["bad", "c"]), ("2", ["d", "lost"]), ("3", ["exit"]), ("4", ["e"])]
+    good, bad, short, left, last = feed_batches(answer, batches)
+    assert (good.outputs, good.error) == (["A", "B"], None)
+    assert bad.outputs == [None, None]
+    assert str(bad.error).startswith("ValueError: no such request\n")
+    assert "in answer" in str(bad.error)
+    assert str(short.error).startswith("RequestError: the function returned 1 outputs for 2 requests; return one for")
+    assert (left.outputs, str(left.error).partition("\n")[0]) == ([None], "SystemExit: 2")
+    assert (last.outputs, last.error) == (["E"], None)
+
+
+@pytest.mark.usefixtures("grafter")
+def test_batches_have_a_step_and_a_request_id_each() -> None:
+    seen: list[Any] = []
+
+    def answer(batch: list[Any]) -> list[Any]:
+        seen.append((dict(ambient.get())["rid"], batch))
+        # As an engine does after each forward pass.
+        gl.step()
+        return batch
+
+    found = feed_batches(answer, [("a", [1]), ("b", [2]), ("c", [3])])
+    assert seen == [("a", [1]), ("b", [2]), ("c", [3])]
+    # The first batch is of the step that the run begins with; each is known by the step in which it began.
+    assert [each.step for each in found] == [0, 2, 4]
+    assert "rid" not in dict(ambient.get())
+
+
+@pytest.mark.usefixtures("grafter")
+def test_a_function_of_batches_may_be_an_expression_and_must_be_callable() -> None:
+    (found,) = feed_batches("twice", [("a", [1, 2])])
+    assert found.outputs == [2, 4]
+    with pytest.raises(RequestError, match="cannot be called; give a function of a list of requests"):
+        feed_batches("3", [("a", [1])])
