@@ -136,8 +136,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _running.pop()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.share()
     start, popen, warm_start = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__, warm.start
 
     def guarded_start(self: Any) -> None:
