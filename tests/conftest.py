@@ -119,6 +119,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+    # What a test leaves may be collected more rarely, too: a test of what is freed collects by itself.
+    gc.set_threshold(5000, 20, 100)
 
 
 # ---- who starts processes -------------------------------------------------------------------------------------------
