@@ -119,6 +119,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+    # What a test leaves may be collected more rarely, too: a test of what is freed collects by itself.
+    gc.set_threshold(5000, 20, 100)
 
 
 # ---- who starts processes -------------------------------------------------------------------------------------------
@@ -136,8 +138,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _running.pop()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start a process in a test that is not marked for it, so that ``make test-fast`` stays what it says."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.share()
     start, popen, warm_start = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__, warm.start
 
     def guarded_start(self: Any) -> None:

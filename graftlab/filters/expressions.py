@@ -115,6 +115,7 @@ _STRING_COMMENT_OR_BRACKET = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+_LINE_END = re.compile(r"\r\n?|\n")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -220,7 +221,7 @@ class _Compiler:
         self.source = source  # the text after one added character
         self.names: set[str] = set()
         self._bound = ""  # the variable of the generator being compiled
-        self._line_starts = [0, *(found.end() for found in re.finditer(r"\r\n?|\n", source))]
+        self._line_starts = [0, *(found.end() for found in _LINE_END.finditer(source))]
 
     def offset(self, node: ast.AST) -> int:
         """Return ``node``'s start in the text, in characters (`ast` counts UTF-8 bytes); -1 is the added character."""

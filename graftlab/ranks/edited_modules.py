@@ -7,6 +7,8 @@ import site
 import sys
 import sysconfig
 import warnings
+from itertools import takewhile
+from types import ModuleType
 
 import graftlab.errors
 from graftlab.errors import GraftWarning
@@ -24,16 +26,14 @@ class EditedModules:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._files: dict[str, int | None] = {}
-        if _of_forkserver is not None:
-            self._names |= _of_forkserver._names
-            self._files |= _of_forkserver._files
+        self._files: dict[str, int | None] = dict(_of_forkserver._files) if _of_forkserver else {}
 
     def note(self) -> None:
         """Note the state of the files of modules that were imported since the last call."""
-        new = sys.modules.keys() - self._names
-        self._names |= new
-        for name in new:
+        for name in _imported_since_the_fork():
+            if name in self._names:
+                continue
+            self._names.add(name)
             file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str) and file.endswith(".py") and not file.startswith(_INSTALLED):
                 self._files.setdefault(file, _modified_at(file))
@@ -53,6 +53,8 @@ class EditedModules:
 
 
 _of_forkserver: EditedModules | None = None
+# The module that the forkserver imported last.
+_last_of_forkserver: tuple[str, ModuleType] | None = None
 
 
 def note_before_forks() -> None:
@@ -60,9 +62,25 @@ def note_before_forks() -> None:
 
     Each would need 20 ms to look at thousands of modules, and copy the memory that they share.
     """
-    global _of_forkserver
+    global _of_forkserver, _last_of_forkserver
     _of_forkserver = EditedModules()
     _of_forkserver.note()
+    _last_of_forkserver = next(reversed(sys.modules.items()))
+
+
+def _imported_since_the_fork() -> list[str]:
+    """The names of the modules that the forkserver had not imported, newest first; without a forkserver all.
+
+    To look at a name is to write to its reference count: a rank that looked at all would copy 5 MB of shared memory.
+    """
+    newest_first = reversed(sys.modules)
+    if _last_of_forkserver is not None:
+        name, module = _last_of_forkserver
+        # One that was imported again has moved.
+        if sys.modules.get(name) is module:
+            # No bytecode runs while it looks, so no other thread can import then.
+            return list(takewhile(name.__ne__, newest_first))
+    return list(newest_first)
 
 
 def _modified_at(file: str) -> int | None:

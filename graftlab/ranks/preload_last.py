@@ -42,6 +42,13 @@ def remove_after(pid: int, folder: str) -> None:
 
 
 if VARIABLE in os.environ:
+    # Not above: a notebook imports this module, and need not import torch yet.
+    from graftlab.plan.plan import GraftPlan
+    from graftlab.ranks.process_setup import choose_level
+
+    choose_level()
+    # What Python learns from a first plan, such as which types are mappings, all ranks know.
+    GraftPlan()
     note_before_forks()
     gc.enable()
     # Otherwise the collectors of the ranks would write to the memory of torch's objects, and so copy it.

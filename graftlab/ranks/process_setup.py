@@ -16,6 +16,8 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from graftlab.base.world import Place
 from graftlab.ranks.options import RankSpec
 
+_PACKAGE = logging.getLogger(__name__.partition(".")[0])
+
 
 def set_up_process(spec: RankSpec, store: str) -> None:
     """Take over the notebook's folder, import path and environment, and join the side's process group."""
@@ -51,12 +53,12 @@ def join_process_group(
 
     ``timeout`` is in seconds; ``local`` is the rank among its side's ranks on this machine, and their number.
     """
-    os.environ.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(local[0]),
-        LOCAL_WORLD_SIZE=str(local[1]),
-    )
+    os.environ |= {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(local[0]),
+        "LOCAL_WORLD_SIZE": str(local[1]),
+    }
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -73,10 +75,19 @@ def log_to_stderr() -> None:
     """Write the package's messages to standard error, and so to the rank's log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_QuickFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger(__name__.partition(".")[0])
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    package.propagate = False
+    choose_level()
+    _PACKAGE.addHandler(handler)
+    _PACKAGE.propagate = False
+
+
+def choose_level() -> None:
+    """Let the package's messages through that a rank's log has.
+
+    The forkserver calls this for its ranks: a new level writes to all loggers of the process, and so each rank would
+    copy the memory that they share.
+    """
+    if _PACKAGE.level != logging.INFO:
+        _PACKAGE.setLevel(logging.INFO)
 
 
 class _QuickFormatter(logging.Formatter):

@@ -52,6 +52,23 @@ EXECUTE = """async ([id, code, limit]) => {
     connection.dispose();
     return reply?.content.status === 'ok';
 }"""
+# All that is open in the main area is closed but one notebook of the kernel, whose cells are replaced.
+EMPTY = """([id, content]) => {
+    const open = [...window.jupyterapp.shell.widgets('main')];
+    const kept = open.length === 1 && open[0].sessionContext?.session?.kernel?.id === id ? open[0] : null;
+    open.forEach(widget => widget === kept || widget.dispose());
+    kept?.context.model.fromJSON(content);
+}"""
+# Gives a notebook that EMPTY left these cells.
+FILL = """content => {
+    const notebook = window.jupyterapp.shell.currentWidget;
+    if (!notebook?.context) return false;
+    notebook.context.model.fromJSON(content);
+    notebook.content.activeCellIndex = 0;
+    notebook.content.mode = 'command';
+    notebook.activate();
+    return true;
+}"""
 # What a test leaves behind in the kernel.
 CLEAN_UP = """
 import gc as _gc, sys as _sys
@@ -183,16 +200,22 @@ class Lab:
         return self.server.folder
 
     def open(self, *cells: str) -> None:
-        """Open a new notebook with these code cells, and wait until its kernel is idle."""
+        """Open a notebook with these code cells, and wait until its kernel is idle."""
+        if self.page.evaluate(FILL, notebooks.document(*cells)):
+            self.wait_idle()
+            return
         name = f"test{len(list(self.folder.glob('*.ipynb')))}.ipynb"
         notebooks.write(self.folder / name, *cells)
         self.command("docmanager:open", path=name, kernel={"id": self.server.kernel(), "name": "python3"})
         self.wait_idle()
 
     def close(self) -> None:
-        """Close what is open without saving, clean up in its kernel, and go back to the light theme."""
-        self.page.evaluate("() => [...window.jupyterapp.shell.widgets('main')].forEach(widget => widget.dispose())")
+        """Close what is open without saving, clean up in its kernel, and go back to the light theme.
+
+        The empty notebook of a shared kernel stays for the next test: a new one takes half a second.
+        """
         shared = self.server.shared_kernel
+        self.page.evaluate(EMPTY, [shared, notebooks.document("")])
         is_clean = shared in self.server.running() and self.page.evaluate(EXECUTE, [shared, CLEAN_UP, DEADLINE * 1000])
         self.server.end_kernels(but=shared if is_clean else "")
         self.use_theme("JupyterLab Light")

@@ -20,14 +20,17 @@ def read(path: Path) -> Any:
 
 def write(path: Path, *cells: str) -> None:
     """A notebook for Python with these code cells."""
+    path.write_text(json.dumps(document(*cells)), encoding="utf-8")
+
+
+def document(*cells: str) -> dict[str, Any]:
     empty = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
-    document = {
+    return {
         "cells": [{**empty, "id": f"cell-{number}", "source": cell} for number, cell in enumerate(cells)],
         "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
         "nbformat": 4,
         "nbformat_minor": 5,
     }
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def validate(document: Any) -> None:

@@ -1,6 +1,6 @@
 """Python processes that have imported torch before they begin.
 
-An interpreter takes seconds of the processor to import torch, and tests start hundreds. So each worker of pytest has
+An interpreter takes seconds of the processor to import torch, and tests start hundreds. So the workers of pytest share
 one that does nothing else, and a script runs in a fork of it, as ``__main__``, with a command line, an environment, a
 folder and streams. It is a process like any other: it is killed, watched and waited for as one that was
 started by its path. What a test promises of how Python starts needs ``subprocess.Popen``.
@@ -20,6 +20,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -51,6 +52,8 @@ TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.a
 _ROOTS = tuple(str(Path(__file__).resolve().parents[up]) for up in (1, 2))
 # Python and OpenMP have read these before a fork could change them.
 _READ_AT_START = ("PYTHON", "OMP_")
+# A variable with the path of the socket by which this process shares another's nursery.
+_SHARED = "GRAFTLAB_TESTS_NURSERY"
 # Above whatever number a descriptor has in a script.
 _HIGH = 1000
 
@@ -229,16 +232,39 @@ class Nursery:
 @functools.cache
 def nursery() -> Nursery:
     """The process that this one's scripts are forked from."""
+    if path := os.environ.get(_SHARED):
+        shared = socket.socket(socket.AF_UNIX)
+        shared.connect(path)
+        return Nursery(shared)
+    return Nursery(_start_nursery())
+
+
+def share() -> None:
+    """Let the processes that this one starts from now on have one nursery. It imports nothing before the first asks."""
+    folder = tempfile.mkdtemp(prefix="gl-warm-")
+    path = f"{folder}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        _start_nursery(listener)
+    os.environ[_SHARED] = path
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _start_nursery(listener: socket.socket | None = None) -> socket.socket:
+    """Start a process that ends with this one; the connection to it."""
     ours, theirs = socket.socketpair()
-    run = f"warm.run_as_main(warm.next_script({theirs.fileno()}))"
+    descriptors = [each.fileno() for each in (theirs, listener) if each]
+    run = f"warm.run_as_main(warm.next_script({', '.join(map(str, descriptors))}))"
     path = os.pathsep.join([*_ROOTS, *filter(None, [os.environ.get("PYTHONPATH")])])
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", f"from kit import ending, warm; {run}"],
-            env={**os.environ, "PYTHONPATH": path},
+            # Hugging Face's packages read the latter when they are imported.
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=descriptors,
             start_new_session=True,
         )
 
@@ -247,15 +273,20 @@ def nursery() -> Nursery:
         process.wait(DEADLINE)
 
     atexit.register(end)
-    return Nursery(ours)
+    return ours
 
 
-def next_script(descriptor: int) -> dict[str, Any]:
-    """Import everything; fork for each request, and return it in the child. Ends with the test's end of the socket."""
-    _import(*_IMPORTED)
-    asks = socket.socket(fileno=descriptor)
+def next_script(descriptor: int, listener: int | None = None) -> dict[str, Any]:
+    """Import everything; fork for each request, and return it in the child.
+
+    Ends with the other end of the socket ``descriptor``. Others may connect to ``listener``.
+    """
+    connections = {descriptor: socket.socket(fileno=descriptor)}
     poller = select.poll()
-    poller.register(asks, select.POLLIN)
+    poller.register(descriptor, select.POLLIN)
+    if listener is not None:
+        listens = connections[listener] = socket.socket(fileno=listener)
+        poller.register(listener, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}
     unread: dict[int, int] = {}
     while True:
@@ -278,14 +309,27 @@ def next_script(descriptor: int) -> dict[str, Any]:
                 poller.unregister(ready)
                 os.close(ready)
                 continue
-            size, descriptors, *_ = socket.recv_fds(asks, 8, 8)
+            if ready == listener:
+                asks, _ = listens.accept()
+                connections[asks.fileno()] = asks
+                poller.register(asks, select.POLLIN)
+                continue
+            asks = connections[ready]
+            try:
+                size, descriptors, *_ = socket.recv_fds(asks, 8, 8)
+            except ConnectionResetError:  # a worker that was killed
+                size = b""
             if not size:
-                sys.exit()
+                if ready == descriptor:
+                    sys.exit()
+                poller.unregister(ready)
+                connections.pop(ready).close()
+                continue
             request = b""
             while len(request) < int.from_bytes(size, "little"):
                 request += asks.recv(1 << 16)
             asked: dict[str, Any] = json.loads(request)
-            _import(*asked["imports"])
+            _import(*_IMPORTED, *asked["imports"])
             if (pid := os.fork()) == 0:
                 for pidfd, (_, tells) in running.items():
                     os.close(pidfd)
@@ -295,7 +339,8 @@ def next_script(descriptor: int) -> dict[str, Any]:
                 if asked["session"]:
                     os.setsid()  # before its number is known, which kills its group
                 asks.sendall(str(os.getpid()).encode())
-                asks.close()
+                for connection in connections.values():
+                    connection.close()
                 os.close(descriptors[3])
                 for stream, given in enumerate(descriptors[:3]):
                     os.dup2(given, stream)
@@ -332,6 +377,7 @@ def run_as_main(asked: Mapping[str, Any]) -> None:
     ending.spare_what_was_imported()
     os.environ.clear()
     os.environ.update(asked["env"])
+    os.environ.pop(_SHARED, None)  # its own scripts are on its machine
     # What was imported may have asked for it, in the environment of the first test of all.
     tempfile.tempdir = None
     if asked["network"]:

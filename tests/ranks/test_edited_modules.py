@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import graftlab as gl
 from graftlab.errors import GraftWarning
+from graftlab.ranks import edited_modules
 from graftlab.ranks.edited_modules import EditedModules
 
 
@@ -61,13 +63,27 @@ def test_a_rank_warns_that_it_runs_the_code_from_before(edited: Any, capsys: pyt
         assert session.run(edited.f, edited.f).target == [2]
 
 
-def known_before_the_first_run() -> bool:
-    return {"torch", "graftlab.ranks.worker"} <= EditedModules()._names
+def looked_at() -> list[bool]:
+    new = edited_modules._imported_since_the_fork()
+    importlib.import_module("tabnanny")
+    return ["torch" in new, "graftlab.ranks.worker" in new, edited_modules._imported_since_the_fork()[0] == "tabnanny"]
 
 
 @pytest.mark.ranks
-def test_the_forkserver_looks_at_its_modules_once_for_all_ranks() -> None:
+def test_a_rank_looks_at_no_module_that_the_forkserver_has_imported() -> None:
     with gl.launch(1, 1) as session:
-        run = session.run(known_before_the_first_run, known_before_the_first_run)
-    assert [*run.baseline, *run.target] == [True, True]
-    assert not known_before_the_first_run()
+        run = session.run(looked_at, looked_at)
+    assert [*run.baseline, *run.target] == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_all_are_looked_at_once_the_forkservers_last_module_has_moved(
+    moved: bool, edited: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edited_modules, "_last_of_forkserver", ("edited_by_hand", edited))
+    monkeypatch.setitem(sys.modules, "imported_later", types.ModuleType("imported_later"))
+    if moved:
+        del sys.modules["edited_by_hand"]
+        importlib.import_module("edited_by_hand")
+    found = edited_modules._imported_since_the_fork()
+    assert found == ([*reversed(sys.modules)] if moved else ["imported_later"])
