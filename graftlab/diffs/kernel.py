@@ -73,8 +73,11 @@ THREADS_FROM = 1 << 18
 _REQUEST = struct.Struct("=QQqqqq")
 # An address, the numbers of elements and of the type, the addresses of factors and of blocks' factors, a block's size.
 _MOMENTS_REQUEST = struct.Struct("=QqqQQq")
+# An address, the numbers of elements and of the type, the addresses of the result and of places, and their number.
+_SORT_REQUEST = struct.Struct("=QqqQQq")
 _MOMENTS = 11
 """The lowest and highest value, five sums of powers, and four sums with factors."""
+_MOST_PLACES = 65
 NEITHER, X_OVER_Y, Y_OVER_X = range(3)
 """The tensor that :meth:`Kernel.measure` copies over the other after measuring."""
 # Values whose squares may exceed float64 need a second pass, for which both tensors must still exist.
@@ -92,6 +95,17 @@ class _MomentsMemory(threading.local):
     def __init__(self) -> None:
         begin = _MOMENTS_REQUEST.size // 8
         self.buffer = np.zeros(begin + _MOMENTS)
+        self.address = self.buffer.ctypes.data
+        self.request = self.buffer.data.cast("B")
+        self.found = self.buffer[begin:]
+
+
+class _SortMemory(threading.local):
+    """The request and the quantiles of each thread that sorts."""
+
+    def __init__(self) -> None:
+        begin = _SORT_REQUEST.size // 8
+        self.buffer = np.zeros(begin + 2 * _MOST_PLACES)
         self.address = self.buffer.ctypes.data
         self.request = self.buffer.data.cast("B")
         self.found = self.buffer[begin:]
@@ -124,6 +138,9 @@ class Kernel:
     moments_memory: _MomentsMemory
     moments_call: Callable[[int], int]
     moments_call_without_gil: Callable[[int], int]
+    sort_memory: _SortMemory
+    sort_call: Callable[[int], int]
+    sort_call_without_gil: Callable[[int], int]
 
     def measure(self, x: int, y: int, numel: int, types: int, shape: Sequence[int], copied: int = NEITHER) -> DiffStats:
         """Measure ``numel`` elements, at least one, at each of two addresses.
@@ -162,6 +179,29 @@ class Kernel:
         _MOMENTS_REQUEST.pack_into(memory.request, 0, x, numel, self.single_types[dtype], factors, of_blocks, block)
         (self.moments_call if numel < LETS_GO_FROM else self.moments_call_without_gil)(memory.address)
         return memory.found.copy()
+
+    def sort(
+        self,
+        x: int,
+        numel: int,
+        dtype: torch.dtype,
+        places: npt.NDArray[np.int64],
+        result: npt.NDArray[Any] | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Sort ``numel`` elements, at least one, at an address.
+
+        Returns the values at these ascending places of the sorted ones, then the magnitudes at these places of the
+        sorted magnitudes, which are right only without NaN. ``result`` receives the sorted values, NaN last: in
+        float64, or in float32 if that holds all values of the dtype.
+        """
+        memory, count = self.sort_memory, len(places)
+        if count > _MOST_PLACES:
+            raise ValueError(f"there are {count} places; at most {_MOST_PLACES} can be looked up")
+        to = 0 if result is None else result.ctypes.data
+        _SORT_REQUEST.pack_into(memory.request, 0, x, numel, self.single_types[dtype], to, places.ctypes.data, count)
+        if (self.sort_call if numel < LETS_GO_FROM else self.sort_call_without_gil)(memory.address):
+            raise MemoryError(f"there is no memory to sort {numel:,} elements")
+        return memory.found[: 2 * count].copy()
 
 
 def may_copy(dtype: torch.dtype) -> bool:
@@ -207,7 +247,9 @@ def open_library(path: Path, choice: str = "") -> Kernel:
     level = choice or processor_level()
     try:
         calls = [
-            library[f"graftlab_{what}_{level}"] for what in ("measure", "moments") for library in (keeping, letting_go)
+            library[f"graftlab_{what}_{level}"]
+            for what in ("measure", "moments", "sort")
+            for library in (keeping, letting_go)
         ]
     except AttributeError:
         known = "neon" if platform.machine() == "aarch64" else ", ".join(X86_LEVELS)
@@ -235,6 +277,9 @@ def open_library(path: Path, choice: str = "") -> Kernel:
         _MomentsMemory(),
         calls[2],
         calls[3],
+        _SortMemory(),
+        calls[4],
+        calls[5],
     )
 
 

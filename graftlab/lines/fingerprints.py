@@ -110,12 +110,13 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
         for dim, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
             if stride == 0 and extent > 1:
                 plain = plain.narrow(dim, 0, 1)
-    is_single = plain.is_floating_point() and plain.element_size() <= _SINGLE
-    sums = _sums_of_memory(plain)
-    if sums is not None and math.isfinite(sums.magnitudes) and not sums.lowest <= -_MASKED:
-        quantiles = _quantiles(_sortable(plain, is_single), is_single) if sorts else _NO_QUANTILES
-        is_constant = sums.lowest == sums.highest
-        return _made(shape, dtype, plain.numel(), 0, sums, quantiles, False, is_constant)
+    memory = _readable(plain)
+    if memory is not None:
+        kernel, own = memory
+        sums = _sums_at(kernel, own.data_ptr(), own.numel(), own.dtype)
+        if math.isfinite(sums.magnitudes) and not sums.lowest <= -_MASKED:
+            quantiles = _quantiles_at(kernel, own.data_ptr(), own.numel(), own.dtype) if sorts else _NO_QUANTILES
+            return _made(shape, dtype, own.numel(), 0, sums, quantiles, False, sums.lowest == sums.highest)
     plain = plain.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj().resolve_neg())
@@ -150,7 +151,7 @@ def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
     if nonfinite and finite is not None:
         wide = np.where(finite, wide, 0.0)
     sums = _sums(wide)
-    quantiles = _quantiles(wide, is_single) if sorts else _NO_QUANTILES
+    quantiles = _quantiles(wide) if sorts else _NO_QUANTILES
     constant = not nonfinite and (lowest == highest if wide is given else sums.lowest == sums.highest)
     return _made(shape, dtype, wide.size, nonfinite, sums, quantiles, mask, constant)
 
@@ -200,19 +201,14 @@ def _made(
     return found
 
 
-def _sums_of_memory(plain: torch.Tensor) -> _Sums | None:
-    """Sum a tensor in its own memory; None for one that must be converted first.
-
-    Without finite numbers the extremes are wrong.
-    """
+def _readable(plain: torch.Tensor) -> tuple[Kernel, torch.Tensor] | None:
+    """The kernel and a tensor in memory that it reads; None for one that must be converted first."""
     kernel = load()
     if kernel is None or type(plain) not in _PLAIN or plain.dtype not in kernel.single_types:
         return None
     if plain.dtype == torch.bool or plain.device.type != "cpu" or not plain.numel() or plain.is_neg():
         return None
-    if not plain.is_contiguous():
-        plain = plain.detach().contiguous()
-    return _sums_at(kernel, plain.data_ptr(), plain.numel(), plain.dtype)
+    return kernel, plain if plain.is_contiguous() else plain.detach().contiguous()
 
 
 def _sums(wide: Floats) -> _Sums:
@@ -224,6 +220,7 @@ def _sums(wide: Floats) -> _Sums:
 
 
 def _sums_at(kernel: Kernel, address: int, numel: int, dtype: torch.dtype) -> _Sums:
+    """The sums of an array. Without finite numbers the extremes are wrong."""
     blocks = -(-numel // _BLOCK)
     factors, of_blocks, _ = _addresses(1 << (blocks - 1).bit_length())
     found = kernel.moments(address, numel, dtype, factors, of_blocks, _BLOCK)
@@ -240,31 +237,26 @@ def _addresses(blocks: int) -> tuple[int, int, Floats]:
     return _factors().ctypes.data, of_blocks.ctypes.data, of_blocks
 
 
-def _sortable(plain: torch.Tensor, is_single: bool) -> npt.NDArray[np.floating[Any]]:
-    found: npt.NDArray[np.floating[Any]] = (
-        plain.detach().to(torch.float32 if is_single else torch.float64).reshape(-1).numpy()
-    )
-    return found
-
-
-def _quantiles(numbers: npt.NDArray[np.floating[Any]], is_single: bool) -> _Quantiles:
+def _quantiles(wide: Floats) -> _Quantiles:
     """The quantiles of the magnitudes, and of the values."""
-    at = _places(numbers.size)
-    # Numbers that were in single precision are sorted in it, in half the time.
-    values = np.sort(numbers.astype(np.float32 if is_single else np.float64, copy=False))
-    return _sorted_magnitudes(values)[at].astype(np.float64), values[at].astype(np.float64)
+    kernel = load()
+    if kernel is not None:
+        wide = np.ascontiguousarray(wide)
+        return _quantiles_at(kernel, wide.ctypes.data, wide.size, torch.float64)
+    at = _places(wide.size)
+    values = np.sort(wide)
+    return np.sort(np.abs(values))[at], values[at]
+
+
+def _quantiles_at(kernel: Kernel, address: int, numel: int, dtype: torch.dtype) -> _Quantiles:
+    found = kernel.sort(address, numel, dtype, _places(numel))
+    return found[QUANTILES:], found[:QUANTILES]
 
 
 @lru_cache(maxsize=64)
 def _places(size: int) -> npt.NDArray[np.int64]:
     """The places of the quantiles among ``numel`` sorted values."""
     return np.linspace(0, size - 1, QUANTILES).astype(np.int64)
-
-
-def _sorted_magnitudes(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    negative = int(np.searchsorted(values, 0))
-    # Both parts are in order, and a stable sort merges them in a fraction of an ordinary sort's time.
-    return np.sort(np.concatenate([-values[:negative][::-1], values[negative:]]), kind="stable")
 
 
 def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
@@ -276,8 +268,6 @@ def _hidden(wide: Floats) -> npt.NDArray[np.bool_] | None:
     return hidden if not rest.size or np.abs(rest).max() * 10 < _MASKED else None
 
 
-_SINGLE = 4
-"""The bytes of a number in single precision."""
 _BLOCK = 1 << 12
 
 

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graftlab.diffs.sorting import sorted_values
+
 Values = npt.NDArray[np.float64]
 Elements = npt.NDArray[np.generic]
 """Numbers in a dtype of their own, in one dimension."""
@@ -78,7 +80,7 @@ def sketch_of(tensor: Tensor) -> Sketch:
     if not len(kept):
         empty = np.empty(0)
         return Sketch(len(flat), empty, empty, np.empty(0, np.int64), math.nan, len(flat), 0)
-    ordered = np.sort(kept)
+    ordered = sorted_values(kept)
     quantiles = ordered[_places_of_quantiles(len(ordered))].astype(np.float64)
     count = min(EXTREMES, len(kept))
     # The largest magnitudes are at the two ends.

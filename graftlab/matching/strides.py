@@ -14,6 +14,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from graftlab.diffs.sorting import sorted_values
 from graftlab.matching.sketch import Elements, Places, Sketch, Values
 
 # The number of elements to look up for fitting strides and for checking a fit before a full comparison.
@@ -63,7 +64,7 @@ class Lookup:
         """``places`` are the values' places in the whole; None if they are the whole, in order."""
         self._values, self._places = values, places
         # Sorted without their places, which take twenty times as long and are rarely needed.
-        self.ordered = np.sort(values)
+        self.ordered = sorted_values(values)
 
     @classmethod
     def of_sketch(cls, sketch: Sketch) -> Lookup:

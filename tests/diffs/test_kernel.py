@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from kit import warm
@@ -21,6 +23,7 @@ from kit.exact_diffs import assert_nearly_right, assert_right, random
 
 from graftlab.diffs import kernel
 from graftlab.diffs.measure import DiffStats, measure
+from graftlab.diffs.sorting import sorted_values
 
 built = pytest.mark.skipif(not kernel.LIBRARY.exists(), reason="the kernel is not built: python hatch_build.py kernel")
 
@@ -332,3 +335,39 @@ def test_moments_are_the_sums_that_numpy_computes(unloaded: None, dtype: torch.d
         for row in range(4)
     ]
     assert found[7:] == pytest.approx(expected)
+
+
+# -- sorting ----------------------------------------------------------------------------------------------------------
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("values", [[3.0], [5, -7, 0, -0.0, 5, -2, 9], [-3, -1, -2], range(-70_000, 70_000, 7)])
+def test_quantiles_are_those_of_sorted_values_and_magnitudes(
+    unloaded: None, values: Sequence[float], dtype: torch.dtype
+) -> None:
+    library = kernel.load()
+    assert library is not None
+    given = torch.tensor(values).to(dtype)
+    given = given[torch.randperm(len(given), generator=torch.Generator().manual_seed(0))]
+    places = np.linspace(0, len(given) - 1, min(len(given), 65)).astype(np.int64)
+    found = library.sort(given.data_ptr(), len(given), dtype, places)
+    plain = given.double().numpy()
+    assert np.array_equal(found, [*np.sort(plain)[places], *np.sort(np.abs(plain))[places]])
+
+
+@built
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_values_are_sorted_as_by_numpy(dtype: npt.DTypeLike) -> None:
+    values = np.random.default_rng(0).normal(size=5000).astype(dtype)
+    values[:6] = math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0
+    assert np.array_equal(sorted_values(values), np.sort(values), equal_nan=True)
+    assert np.array_equal(sorted_values(values[::-2]), np.sort(values[::-2]), equal_nan=True)
+
+
+@built
+def test_more_places_than_the_kernel_has_room_for_are_refused(unloaded: None) -> None:
+    library, values = kernel.load(), torch.zeros(100)
+    assert library is not None
+    with pytest.raises(ValueError, match="100 places"):
+        library.sort(values.data_ptr(), 100, torch.float32, np.arange(100))

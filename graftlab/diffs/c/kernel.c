@@ -322,6 +322,73 @@ static void measure_stripe(struct part *part, const struct job *job, int64_t str
     }
 }
 
+/* ---- Sorted elements ---------------------------------------------------------------------------------------------- */
+
+/* Sort by one byte of the bits after another, the lowest first: on AMD's Zen 4 several times faster than numpy, whose
+ * AVX-512 code stores selected elements, which is slow there. The bits of a float, its sign flipped and all others too
+ * if it is negative, are in the order of the numbers; NaN loses its sign and is last. Bytes that all elements share take
+ * no pass. */
+#define SORT(float_type, bits_type, sort_name, quantiles_name)                                                         \
+    static void sort_name(float_type *values, int64_t count, bits_type *spare) {                                       \
+        const int top = 8 * sizeof(bits_type) - 1;                                                                     \
+        int64_t counts[sizeof(bits_type)][256] = {{0}};                                                                \
+        bits_type *from = spare, *to = (void *)values;                                                                 \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            bits_type bits;                                                                                            \
+            memcpy(&bits, values + i, sizeof bits);                                                                    \
+            if (values[i] != values[i]) bits &= ~(bits_type)0 >> 1;                                                    \
+            bits ^= bits >> top ? ~(bits_type)0 : (bits_type)1 << top;                                                 \
+            from[i] = bits;                                                                                            \
+            for (size_t byte = 0; byte < sizeof bits; byte++) counts[byte][bits >> 8 * byte & 255]++;                  \
+        }                                                                                                              \
+        for (size_t byte = 0; byte < sizeof(bits_type); byte++) {                                                      \
+            int64_t *places = counts[byte], place = 0;                                                                 \
+            if (places[from[0] >> 8 * byte & 255] == count) continue;                                                  \
+            for (int digit = 0; digit < 256; digit++) {                                                                \
+                int64_t some = places[digit];                                                                          \
+                places[digit] = place, place += some;                                                                  \
+            }                                                                                                          \
+            for (int64_t i = 0; i < count; i++) to[places[from[i] >> 8 * byte & 255]++] = from[i];                     \
+            bits_type *last = from;                                                                                    \
+            from = to, to = last;                                                                                      \
+        }                                                                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            bits_type bits = from[i];                                                                                  \
+            bits ^= bits >> top ? (bits_type)1 << top : ~(bits_type)0;                                                 \
+            memcpy(values + i, &bits, sizeof bits);                                                                    \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* The values at ascending places of the sorted ones, then the magnitudes at these places of theirs: negative      \
+     * values from the last to the first are one sorted array of magnitudes, the others a second one. */               \
+    static void quantiles_name(const float_type *values, int64_t count, const int64_t *places, int64_t place_count,    \
+                               double *found) {                                                                        \
+        int64_t low = 0, negative = count;                                                                             \
+        while (low < negative) {                                                                                       \
+            int64_t middle = low + (negative - low) / 2;                                                               \
+            if (values[middle] < 0) low = middle + 1;                                                                  \
+            else negative = middle;                                                                                    \
+        }                                                                                                              \
+        const float_type *others = values + negative;                                                                  \
+        low = 0;                                                                                                       \
+        for (int64_t each = 0; each < place_count; each++) {                                                           \
+            /* How many of those before this place are negative. */                                                    \
+            int64_t place = places[each], high = place < negative ? place : negative;                                  \
+            if (low < place - (count - negative)) low = place - (count - negative);                                    \
+            while (low < high) {                                                                                       \
+                int64_t middle = low + (high - low) / 2;                                                               \
+                if (-values[negative - 1 - middle] < others[place - middle - 1]) low = middle + 1;                     \
+                else high = middle;                                                                                    \
+            }                                                                                                          \
+            int is_negative = low < negative &&                                                                        \
+                              (place - low >= count - negative || -values[negative - 1 - low] < others[place - low]);  \
+            found[each] = values[place];                                                                               \
+            found[place_count + each] = is_negative ? -values[negative - 1 - low] : fabs(others[place - low]);         \
+        }                                                                                                              \
+    }
+
+SORT(float, uint32_t, sort_floats, quantiles_of_floats)
+SORT(double, uint64_t, sort_doubles, quantiles_of_doubles)
+
 /* ---- The processor's own settings --------------------------------------------------------------------------------- */
 
 /* Flushing small numbers to zero, and other ways of rounding, are per thread; torch offers the first to its users. */
@@ -510,13 +577,46 @@ static int measure_moments(const struct loops *loops, struct moments_call *call)
     return 0;
 }
 
+/* Sort `count` elements, at least one. `sorted` has room for all of them, as float for narrow types and double for wide
+ * ones; or it is NULL. `found` are the values at ascending places, then the magnitudes there, right only without NaN.
+ * Returns 1 if there is no memory. */
+struct sort_call {
+    const char *x;
+    int64_t count, type;
+    void *sorted;
+    const int64_t *places;
+    int64_t place_count;
+    double found[];
+};
+
+static int sort(const struct loops *loops, struct sort_call *call) {
+    int is_narrow = IS_NARROW[call->type];
+    size_t size = call->count * (is_narrow ? sizeof(float) : sizeof(double));
+    char *spare = malloc(call->sorted ? size : 2 * size);
+    if (!spare) return 1;
+    void *sorted = call->sorted ? call->sorted : spare + size;
+    modes before = set_modes(USUAL_MODES);
+    loops->of[call->type].load(call->x, call->count, sorted);
+    if (is_narrow) {
+        sort_floats(sorted, call->count, (void *)spare);
+        quantiles_of_floats(sorted, call->count, call->places, call->place_count, call->found);
+    } else {
+        sort_doubles(sorted, call->count, (void *)spare);
+        quantiles_of_doubles(sorted, call->count, call->places, call->place_count, call->found);
+    }
+    set_modes(before);
+    free(spare);
+    return 0;
+}
+
 #define EXPORT __attribute__((visibility("default")))
 #define OF_LEVEL(level)                                                                                                \
     extern const struct loops graftlab_loops_##level HIDDEN;                                                           \
     EXPORT int graftlab_measure_##level(struct call *call) { return measure(&graftlab_loops_##level, call); }          \
     EXPORT int graftlab_moments_##level(struct moments_call *call) {                                                   \
         return measure_moments(&graftlab_loops_##level, call);                                                         \
-    }
+    }                                                                                                                  \
+    EXPORT int graftlab_sort_##level(struct sort_call *call) { return sort(&graftlab_loops_##level, call); }
 
 #if defined(__x86_64__)
 OF_LEVEL(v2)
