@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,7 @@ import pytest
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.control.verdicts import Verdict
 from graftlab.verdict.causes import Causes
-from graftlab.verdict.origins import ErrorOrigins
+from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins
 from graftlab.verdict.wording import Findings
 
 
@@ -36,6 +37,7 @@ def verdict(*of_taps: dict[str, Any], **parts: Any) -> Verdict:
 
 ON_PAIRS = "The plan's pairs contradict their names or each other: k has the values of v."
 NOT_COMPARED = ErrorOrigins(not_compared={"o": ()})
+RIGHT = ErrorOrigin("o", "h.1.o", 0, 0, 0, False, {}, ("h.1.o",))
 
 
 def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() -> None:
@@ -79,6 +81,9 @@ def named(name: str, **parts: Any) -> dict[str, Any]:
         ([named("h.1.o", group="o", dtype="float16")], {}, True),
         ([named("h.1.o", group="o")], {"origins": ErrorOrigins()}, False),
         ([named("h.1.o", group="o")], {"origins": None}, False),
+        # The code before a module that is right reads the cache; a module that differs from equal inputs does not.
+        ([named("h.1.o", group="o")], {"origins": ErrorOrigins((RIGHT,))}, True),
+        ([named("h.1.o", group="o")], {"origins": ErrorOrigins((RIGHT, replace(RIGHT, is_itself=True)))}, False),
         ([named("h.1.o", group="o")], {"data": ["The weights already differ."]}, False),
         ([named("h.1.o", group="o")], {"contradicting_pairs": [ON_PAIRS]}, False),
         ([named("h.1.o", group="o")], {"unexplained": ["The returned value differs."]}, False),
