@@ -144,7 +144,7 @@ def test_a_module_whose_inputs_were_not_all_compared_is_not_called_wrong(
     assert not found.covers("attn.o")
 
 
-def test_an_input_of_another_module_whose_output_is_paired_with_the_same_tap_is_no_doubt() -> None:
+def test_an_input_of_another_module_paired_with_the_same_tap_is_no_doubt() -> None:
     # A layer's first result may be what its last module returns, and both are paired with the baseline's module.
     alike = {"baseline": "attn.in"}
     layer = given("layer", None, "residual", **alike)
