@@ -13,6 +13,7 @@ from graftlab.errors import LayoutError, TransformError
 from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.layouts.sketching import SignedSums
+from graftlab.taps.module_inputs import KIND
 from graftlab.transforms import GraftTransformInput
 from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
 from graftlab.transforms.default import suggested
@@ -32,6 +33,21 @@ def test_a_pair_is_between_ranks_of_one_number_only_where_both_sides_have_as_man
     # One receiver of two senders that differ: neither of them is its counterpart.
     with pytest.raises(LayoutError, match="2 senders hold different tensors"):
         made(parts, torch.zeros(3, 2), pair=pair)
+
+
+def test_inputs_of_modules_that_lack_the_rows_of_the_output_pair_by_shape() -> None:
+    packs = parse_layout("a b ... -> (a b) ...")
+    batch, table = torch.arange(24.0).view(2, 4, 3), torch.arange(12.0).view(4, 3)
+    of_module = GraftTransformInput({"kind": KIND}, [batch], [None], torch.zeros(8, 3), pair=packs)
+    assert torch.equal(by_layout(of_module).value, batch.view(8, 3))
+    # A table of positions, or the batch that a module itself packs.
+    for whole in (table, batch):
+        alike = dataclasses.replace(of_module, received_list=[whole], target=torch.zeros_like(whole))
+        assert torch.equal(by_layout(alike).value, whole)
+        with pytest.raises(TransformError, match="would have shape"):
+            by_layout(dataclasses.replace(alike, tags={}))
+    with pytest.raises(TransformError, match=r"would have shape \[8, 3\], but it has \[7, 3\]"):
+        by_layout(dataclasses.replace(of_module, target=torch.zeros(7, 3)))
 
 
 def test_a_sender_that_is_silent_is_named() -> None:
