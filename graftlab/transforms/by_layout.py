@@ -268,7 +268,10 @@ def _groups(
                 send_world_size=count,
             )
         )
-        return _SenderTensors(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
+        # One group's tensor, without dimensions of length 1, is taken only if all groups hold the same.
+        if not outcome.graft_refused:
+            inferred = RankLayout(Layout(), tuple(outcome.value.shape))
+            return _SenderTensors(inferred, [outcome.value], is_inferred=True, note=outcome.note)
     if not all(each.shape == wholes[0].shape and nearly_equal(each, wholes[0]) for each in wholes):
         raise LayoutError(f"{count} groups of senders hold different tensors and do not declare which part each holds")
     return _SenderTensors(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])

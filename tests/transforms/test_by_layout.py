@@ -179,6 +179,7 @@ def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None
     rounded = WHOLE * (1 + torch.finfo(torch.float32).eps)
     sent, rest = grouped([WHOLE, rounded])
     assert torch.equal(made(sent, torch.zeros(4, 6), **rest), WHOLE)
+    assert torch.equal(made(sent, torch.zeros(4, 1, 6), **rest), WHOLE[:, None])
     sent, rest = grouped([WHOLE.long(), WHOLE.long()])
     assert torch.equal(made(sent, torch.zeros(4, 6).long(), **rest), WHOLE.long())
 
@@ -186,8 +187,10 @@ def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None
 @pytest.mark.parametrize("off", [WHOLE * 1.001, WHOLE.long() + 1, WHOLE.flip(0)])
 def test_groups_with_different_tensors_must_declare_their_parts(off: Tensor) -> None:
     sent, rest = grouped([WHOLE.to(off.dtype), off])
-    with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not declare which part"):
-        made(sent, torch.zeros(4, 6, dtype=off.dtype), **rest)
+    # A batch of one in each group is no part of a batch either.
+    for shape in ((4, 6), (4, 1, 6)):
+        with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not declare which"):
+            made(sent, torch.zeros(shape, dtype=off.dtype), **rest)
 
 
 def test_groups_that_each_have_a_part_of_the_batch_are_joined_along_it() -> None:
