@@ -7,6 +7,7 @@ import site
 import sys
 import sysconfig
 import warnings
+from contextlib import suppress
 from itertools import takewhile
 from types import ModuleType
 
@@ -73,14 +74,16 @@ def _imported_since_the_fork() -> list[str]:
 
     To look at a name is to write to its reference count: a rank that looked at all would copy 5 MB of shared memory.
     """
-    newest_first = reversed(sys.modules)
-    if _last_of_forkserver is not None:
-        name, module = _last_of_forkserver
-        # One that was imported again has moved.
-        if sys.modules.get(name) is module:
-            # No bytecode runs while it looks, so no other thread can import then.
-            return list(takewhile(name.__ne__, newest_first))
-    return list(newest_first)
+    while True:
+        # Another thread may import a module between the steps, and then all names are looked at again.
+        with suppress(RuntimeError):
+            newest_first = reversed(sys.modules)
+            if _last_of_forkserver is not None:
+                name, module = _last_of_forkserver
+                # One that was imported again has moved.
+                if sys.modules.get(name) is module:
+                    return list(takewhile(name.__ne__, newest_first))
+            return list(newest_first)
 
 
 def _modified_at(file: str) -> int | None:

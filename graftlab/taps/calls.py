@@ -392,8 +392,13 @@ def _exit(closer: FrameType) -> None:
     _blocks.set((*blocks[:place], *blocks[place + 1 :]))
     _in_generators.discard(block)
     if place == len(blocks) - 1:
-        _shown_blocks.set(block.shown_outside)
-        ambient.set(block.outside)
+        outside = tuple(each for each in block.shown_outside if each in blocks)
+        if outside == block.shown_outside:
+            _shown_blocks.set(outside)
+            ambient.set(block.outside)
+        else:
+            # Some were closed before this one, which was opened inside them.
+            _show_blocks(block.base, outside)
     else:
         _show_blocks(block.base, tuple(each for each in _shown_blocks.get() if each is not block))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from graftlab.layouts import (
     parse_dims,
     relayout,
 )
+from graftlab.taps.module_inputs import KIND
 from graftlab.transforms.default import default_transform, in_one_dtype, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
 
@@ -60,6 +62,11 @@ def _outcome(given: GraftTransformInput) -> Outcome:
     try:
         return _by_layout(given)
     except LayoutError as error:
+        if given.pair is not None and given.tags.get("kind") == KIND:
+            # A verdict assumes the rows of a module's output for its inputs. Tables of positions do not have them, nor
+            # does the batch that a module itself packs.
+            with suppress(TransformError):
+                return _outcome(replace(given, pair=None))
         raise TransformError(
             f"{error} (from {[list(t.shape) for t in given.received_list]} of senders {given.senders} to "
             f"{list(given.target.shape)} on rank {given.recv_rank}); if the layout is wrong, declare it "
@@ -261,7 +268,10 @@ def _groups(
                 send_world_size=count,
             )
         )
-        return _SenderTensors(RankLayout(Layout(), tuple(outcome.value.shape)), [outcome.value], is_inferred=True)
+        # One group's tensor, without dimensions of length 1, is taken only if all groups hold the same.
+        if not outcome.graft_refused:
+            inferred = RankLayout(Layout(), tuple(outcome.value.shape))
+            return _SenderTensors(inferred, [outcome.value], is_inferred=True, note=outcome.note)
     if not all(each.shape == wholes[0].shape and nearly_equal(each, wholes[0]) for each in wholes):
         raise LayoutError(f"{count} groups of senders hold different tensors and do not declare which part each holds")
     return _SenderTensors(RankLayout(Layout(), tuple(wholes[0].shape)), wholes[:1])

@@ -55,7 +55,8 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
             if count in (1, receivers):
                 return Outcome(value, how)
             taken = f"sender {partner}"
-            return _one_of(received, senders, partner, Outcome(value, taken if how is None else f"{taken}, {how}"))
+            alike = [tensor.reshape(mine.shape) for tensor in received]
+            return _one_of(alike, senders, partner, Outcome(value, taken if how is None else f"{taken}, {how}"))
         raise TransformError(
             f"the default transform takes rank {partner}'s tensor, which was not sent (senders {senders} of {count}). "
             f"If another rank's tensor will do, give the plan a transform: `{SIGNATURE}`"
@@ -122,7 +123,7 @@ def _comparable(tensor: Tensor) -> Tensor:
 
 def nearly_equal(one: Tensor, other: Tensor) -> bool:
     """Whether tensors are equal up to the rounding of sums in a different order, which replicas may have."""
-    if not one.is_floating_point():
+    if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
     room = 16 * torch.finfo(one.dtype).eps
     finite = one[one.isfinite()]

@@ -87,3 +87,22 @@ def test_all_are_looked_at_once_the_forkservers_last_module_has_moved(
         importlib.import_module("edited_by_hand")
     found = edited_modules._imported_since_the_fork()
     assert found == ([*reversed(sys.modules)] if moved else ["imported_later"])
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_another_thread_may_import_while_modules_are_looked_at(
+    forked: bool, edited: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Growing(dict[str, Any]):
+        """Gets a module just after the first look has begun."""
+
+        def __reversed__(self) -> Iterator[str]:
+            begun = super().__reversed__()
+            self.setdefault("imported_later", types.ModuleType("imported_later"))
+            return begun
+
+    modules = Growing({"torch": types.ModuleType("torch"), "edited_by_hand": edited})
+    monkeypatch.setattr(edited_modules, "sys", types.SimpleNamespace(modules=modules))
+    monkeypatch.setattr(edited_modules, "_last_of_forkserver", ("edited_by_hand", edited) if forked else None)
+    found = edited_modules._imported_since_the_fork()
+    assert found == ["imported_later", *([] if forked else ["edited_by_hand", "torch"])]

@@ -318,6 +318,23 @@ def test_a_context_manager_that_is_dropped_ends_its_own_tags(recorder: Recorder)
     assert recorder.tags_of("x") == [{"phase": "prefill"}, {}]
 
 
+def test_tags_that_end_before_those_inside_them_do_not_come_back(recorder: Recorder) -> None:
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with gl.tags(phase=name):
+            yield
+
+    with gl.tags(model="a"):
+        outer, inner = phase("prefill"), gl.tags(layer=1)
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        gl.tap("x", 1)
+        inner.__exit__(None, None, None)
+        gl.tap("x", 1)
+    assert recorder.tags_of("x") == [{"model": "a", "layer": 1}, {"model": "a"}]
+
+
 def test_a_gradient_after_the_session_is_left_as_it_is(recorder: Recorder) -> None:
     x = torch.ones(3, requires_grad=True)
     taps.tap_gradient("x", x, {"layer": 2})

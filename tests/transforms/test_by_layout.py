@@ -13,6 +13,7 @@ from graftlab.errors import LayoutError, TransformError
 from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
 from graftlab.layouts.sketching import SignedSums
+from graftlab.taps.module_inputs import KIND
 from graftlab.transforms import GraftTransformInput
 from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
 from graftlab.transforms.default import suggested
@@ -32,6 +33,21 @@ def test_a_pair_is_between_ranks_of_one_number_only_where_both_sides_have_as_man
     # One receiver of two senders that differ: neither of them is its counterpart.
     with pytest.raises(LayoutError, match="2 senders hold different tensors"):
         made(parts, torch.zeros(3, 2), pair=pair)
+
+
+def test_inputs_of_modules_that_lack_the_rows_of_the_output_pair_by_shape() -> None:
+    packs = parse_layout("a b ... -> (a b) ...")
+    batch, table = torch.arange(24.0).view(2, 4, 3), torch.arange(12.0).view(4, 3)
+    of_module = GraftTransformInput({"kind": KIND}, [batch], [None], torch.zeros(8, 3), pair=packs)
+    assert torch.equal(by_layout(of_module).value, batch.view(8, 3))
+    # A table of positions, or the batch that a module itself packs.
+    for whole in (table, batch):
+        alike = dataclasses.replace(of_module, received_list=[whole], target=torch.zeros_like(whole))
+        assert torch.equal(by_layout(alike).value, whole)
+        with pytest.raises(TransformError, match="would have shape"):
+            by_layout(dataclasses.replace(alike, tags={}))
+    with pytest.raises(TransformError, match=r"would have shape \[8, 3\], but it has \[7, 3\]"):
+        by_layout(dataclasses.replace(of_module, target=torch.zeros(7, 3)))
 
 
 def test_a_sender_that_is_silent_is_named() -> None:
@@ -163,6 +179,7 @@ def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None
     rounded = WHOLE * (1 + torch.finfo(torch.float32).eps)
     sent, rest = grouped([WHOLE, rounded])
     assert torch.equal(made(sent, torch.zeros(4, 6), **rest), WHOLE)
+    assert torch.equal(made(sent, torch.zeros(4, 1, 6), **rest), WHOLE[:, None])
     sent, rest = grouped([WHOLE.long(), WHOLE.long()])
     assert torch.equal(made(sent, torch.zeros(4, 6).long(), **rest), WHOLE.long())
 
@@ -170,8 +187,10 @@ def test_groups_that_hold_the_same_are_one_whole_for_a_single_receiver() -> None
 @pytest.mark.parametrize("off", [WHOLE * 1.001, WHOLE.long() + 1, WHOLE.flip(0)])
 def test_groups_with_different_tensors_must_declare_their_parts(off: Tensor) -> None:
     sent, rest = grouped([WHOLE.to(off.dtype), off])
-    with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not declare which part"):
-        made(sent, torch.zeros(4, 6, dtype=off.dtype), **rest)
+    # A batch of one in each group is no part of a batch either.
+    for shape in ((4, 6), (4, 1, 6)):
+        with pytest.raises(LayoutError, match="2 groups of senders hold different tensors and do not declare which"):
+            made(sent, torch.zeros(shape, dtype=off.dtype), **rest)
 
 
 def test_groups_that_each_have_a_part_of_the_batch_are_joined_along_it() -> None:

@@ -116,6 +116,19 @@ def test_equal_senders_are_replicas_in_every_dtype(dtype: torch.dtype) -> None:
     assert _taken_of_two(torch.zeros(3).to(dtype), value).graft_refused
 
 
+@pytest.mark.parametrize("receivers", [1, 2])
+def test_senders_of_other_shapes_are_replicas_if_only_dims_of_length_1_differ(receivers: int) -> None:
+    value = torch.arange(12.0).view(4, 3)
+    if receivers == 1:
+        alike = run_transform(None, the_input([value[None], value.view(4, 3, 1)], value * 0, 0, 1))
+        assert (alike.aligned_by, alike.note) == ("sender 0, dims of length 1", None)
+        other = value.view(4, 3, 1) + 1
+    else:
+        other = value[:2]
+    taken = run_transform(None, the_input([value, other], value[: 4 // receivers] * 0, 0, receivers))
+    assert "so it is not grafted" in (taken.graft_refused or "")
+
+
 def test_senders_that_differ_by_rounding_are_noted_and_may_be_grafted() -> None:
     value = torch.linspace(1, 2, 5)
     taken = _taken_of_two(torch.nextafter(value, value + 1), value)
