@@ -276,6 +276,19 @@ def _start_nursery(listener: socket.socket | None = None) -> socket.socket:
     return ours
 
 
+def _request(asks: socket.socket) -> tuple[bytes, list[int]]:
+    """One request, and the descriptors that came with it; no request from a worker that has ended, even within one."""
+    with contextlib.suppress(ConnectionResetError):
+        size, descriptors, *_ = socket.recv_fds(asks, 8, 8)
+        request = b""
+        while len(request) < int.from_bytes(size, "little"):
+            if not (more := asks.recv(1 << 16)):
+                return b"", descriptors
+            request += more
+        return request, descriptors
+    return b"", []
+
+
 def next_script(descriptor: int, listener: int | None = None) -> dict[str, Any]:
     """Import everything; fork for each request, and return it in the child.
 
@@ -315,19 +328,15 @@ def next_script(descriptor: int, listener: int | None = None) -> dict[str, Any]:
                 poller.register(asks, select.POLLIN)
                 continue
             asks = connections[ready]
-            try:
-                size, descriptors, *_ = socket.recv_fds(asks, 8, 8)
-            except ConnectionResetError:  # a worker that was killed
-                size = b""
-            if not size:
+            request, descriptors = _request(asks)
+            if not request:
                 if ready == descriptor:
                     sys.exit()
+                for each in descriptors:
+                    os.close(each)
                 poller.unregister(ready)
                 connections.pop(ready).close()
                 continue
-            request = b""
-            while len(request) < int.from_bytes(size, "little"):
-                request += asks.recv(1 << 16)
             asked: dict[str, Any] = json.loads(request)
             _import(*_IMPORTED, *asked["imports"])
             if (pid := os.fork()) == 0:
