@@ -198,3 +198,15 @@ def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: di
     write: Callable[[str], object] = said.append
     result = doctest.DocTestRunner(WithoutLogs(), optionflags=flags, verbose=False).run(test, out=write)
     assert result.failed == 0, "".join(said)
+
+
+def test_another_missing_package_than_torch_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+
+    def import_module(name: str) -> Any:
+        raise missing
+
+    monkeypatch.setattr(gl, "import_module", import_module)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        gl.load_ipython_extension(None)
+    assert raised.value is missing

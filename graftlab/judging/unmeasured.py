@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from graftlab.base.tap_groups import described, group_of, kind_of_group, place_in_blame
-from graftlab.base.text import first_of
+from graftlab.base.text import counted, first_of
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.swaps import OutputTap, Swaps
 from graftlab.rows.schema import MEASURED
@@ -39,8 +39,8 @@ def unseen_taps(
     not_recorded = sum(each.not_recorded for each in selves)
     if not_recorded:
         remarks.append(
-            f"the floor of {not_recorded} taps, which did not fit the ranks' keep_budget; the largest floor of the "
-            "others is used for them (launch with a larger keep_budget)."
+            f"the floor of {counted(not_recorded, 'tap')}, which did not fit the ranks' keep_budget; the largest floor "
+            "of the others is used for them (launch with a larger keep_budget)."
         )
     return remarks
 

@@ -177,6 +177,22 @@ def test_frames_arrive_whole_and_in_order(lengths: list[int]) -> None:
     other.close()
 
 
+def test_a_frame_that_the_socket_takes_in_parts_is_sent_once() -> None:
+    class Short(socket.socket):
+        """Takes at most three bytes at a time."""
+
+        def send(self, data: Any, flags: int = 0) -> int:
+            return super().send(data[:3], flags)
+
+    end, other_end = socket.socketpair()
+    one, other = SocketChannel(Short(fileno=end.detach())), SocketChannel(other_end)
+    for frame in (b"the first", b"the second"):
+        one.send(frame)
+    one.close()
+    assert receive(other, 3) == [b"the first", b"the second"]
+    other.close()
+
+
 def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = ends
     frames = [os.urandom(1 << 20) for _ in range(32)] + [str(number).encode() for number in range(20_000)]

@@ -102,6 +102,16 @@ def test_a_graft_pass_resets_each_tap_to_its_record_and_a_drift_pass_does_not() 
     assert [round(each) for each in shown] == [1, 1, 3]
 
 
+def test_a_pass_that_rests_changes_no_tap() -> None:
+    shown: list[float] = []
+
+    def growing(tap: Tap, step: int) -> None:
+        shown.append(float(tap("x", torch.tensor(1.0 + step))))
+
+    itself = Job(growing).go(SelfGraftInSteps(("record", "rest"), budget=BUDGET), 2)
+    assert (shown, itself.found.added) == ([1.0, 2.0], [])
+
+
 def test_weights_and_optimizer_state_are_never_grafted() -> None:
     weight, state, value = torch.ones(4), torch.ones(4), torch.ones(4)
 

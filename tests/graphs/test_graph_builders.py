@@ -506,6 +506,23 @@ def test_identities_have_no_memory_until_they_are_switched_on(kind: str) -> None
         registry.enable_slot("nothing")
 
 
+def test_a_slot_whose_buffer_cannot_be_made_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = build("decode", request_ids=False)
+    names, slot = registry.slot_names(), registry.get_slot("rids_int")
+
+    def no_room(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as full:
+        for maker in ("empty", "full", "zeros"):
+            full.setattr(torch, maker, no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            registry.enable_slot("rids_int")
+    assert registry.slot_names() == names
+    assert registry.get_slot("rids_int") is slot
+    assert registry.enable_slot("rids_int").buffer is not None
+
+
 # ---- the buffers by name --------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from graftlab.control.core import SessionCore
 from graftlab.control.run import state_of
 from graftlab.errors import RunError, SessionError
 from graftlab.judging import job_verdict_runs
+from graftlab.judging.job_steps import JobSteps
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import RunFilters, TracedRun, VerdictAbandoned
@@ -24,6 +25,7 @@ from graftlab.plan.wire import to_wire
 from graftlab.ranks.control_thread import pack_value
 from graftlab.ranks.messages import (
     Acknowledgement,
+    AskSelfGraft,
     FallbackPlan,
     JobCode,
     LineTraces,
@@ -111,6 +113,32 @@ def test_a_job_that_dies_ends_the_verdict_and_is_named(
     with pytest.raises(RunError, match=r"the verdict was abandoned, .* failed on target\[0\]"):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
+
+
+def test_a_question_to_a_job_that_has_died_raises_its_failure(session: SessionCore, ranks: list[TalkingRank]) -> None:
+    under_way(session, ranks)
+    steps = JobSteps(session, "verdict", "A verdict takes about twenty steps of the jobs")
+    ranks[1].die()
+    wait_until(lambda: session.runs[-1].failing, "word of its death")
+    with pytest.raises(RunError, match=r"the verdict was abandoned, .* failed on target\[0\]"):
+        steps.ask(ranks[1].rank, AskSelfGraft(), SelfGraftResult)
+
+
+@pytest.mark.parametrize("graft_weights", [False, True])
+def test_the_state_of_jobs_is_grafted_only_if_it_may_be(
+    graft_weights: bool, session: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    under_way(session, ranks)
+    runs = job_verdict_runs.StepRuns(session, VerdictRequest(graft_weights=graft_weights))
+    plan = GraftPlan(b2t=runs.changes(RunFilters(b2t="True"))["b2t"])
+    kinds: dict[str, dict[str, Any]] = {
+        "value": {},
+        "weight": {"kind": "param"},
+        "moment": {"kind": "optimizer", "updated": True},
+        "moment before": {"kind": "optimizer", "updated": False},
+    }
+    grafted = [name for name, tags in kinds.items() if plan.action_for({"name": name, **tags}).graft]
+    assert grafted == (["value", "weight", "moment"] if graft_weights else ["value"])
 
 
 def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, ranks: list[TalkingRank]) -> None:

@@ -47,6 +47,8 @@ def test_taps_without_a_floor_are_named_once_and_counted_over_all_ranks() -> Non
     shown, floors = unseen_taps(NONE, NONE, NONE, selves)
     assert shown == "a, b, c, d and 1 more show no comparable tensor on the baseline."
     assert floors.startswith("the floor of 5 taps, which did not fit the ranks' keep_budget; the largest floor")
+    (floor,) = unseen_taps(NONE, NONE, NONE, [SelfGraft(not_recorded=1), SelfGraft()])
+    assert floor.startswith("the floor of 1 tap, which did not fit")
 
 
 def test_taps_that_the_request_of_higher_precision_does_not_reach_are_named() -> None:

@@ -43,6 +43,14 @@ def test_a_key_of_shared_tuples_is_refused_at_once(tmp_path: Path, data: bytes) 
         load_dump(file_of(tmp_path, data))
 
 
+@pytest.mark.parametrize("items", ["list", "tuple"])
+def test_a_set_of_keys_that_are_slow_to_hash_is_refused(tmp_path: Path, items: str) -> None:
+    key = pickle.dumps(1 << 100_000, 2)[2:-1]
+    data = b"\x80\x04" + stack_global("builtins", "set") + (b"]" + key + b"a" if items == "list" else key + b"\x85")
+    with pytest.raises(DumpError, match="a key that is a number of 100001 bits"):
+        load_dump(file_of(tmp_path, data + b"\x85R."))
+
+
 COLLIDING = [PRIME * number for number in range(1, 100_000)]
 
 

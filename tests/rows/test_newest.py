@@ -86,3 +86,11 @@ def test_each_rank_of_a_tap_has_its_own_newest_row(tmp_path: Path) -> None:
     store.append([encode(row(0, 0, rank)) for rank in range(3)])
     assert [found.rank for found in LiveTaps(store).look()] == [0, 1, 2]
     store.close()
+
+
+def test_taps_of_several_steps_are_in_the_order_of_their_execution(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    # A step counts its rows anew.
+    store.append([encode(row(tap, step)._replace(order=order)) for tap, step, order in ((0, 2, 0), (1, 1, 5))])
+    assert [found.name for found in LiveTaps(store).look()] == ["tap1", "tap0"]
+    store.close()

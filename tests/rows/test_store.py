@@ -529,6 +529,19 @@ def test_a_changed_number_is_refused_and_a_log_without_checksums_is_read(tmp_pat
     assert gl.load_run(tmp_path)["rel_l2"].tolist().count(0.7) == 1
 
 
+def test_columns_that_were_renamed_are_refused(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row())])
+    store.close()
+    file = tmp_path / ROWS_FILE
+    header, rest = file.read_bytes().split(b"\n", 1)
+    # As an older version wrote it, without a checksum in the line itself.
+    columns = json.loads(header.replace(b'"rel_l2"', b'"max_abs"').replace(b'"max_abs"', b'"rel_l2"', 1))["columns"]
+    file.write_bytes(json.dumps({"columns": columns}).encode() + b"\n" + rest)
+    with pytest.raises(gl.SessionError, match=r"rows\.jsonl, line 1: this is not what was written"):
+        gl.load_run(tmp_path)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 30])
 @pytest.mark.parametrize("sums", [0, 3, 5, 12, 16])
 def test_rows_appended_to_a_truncated_log_are_checked(tmp_path: Path, cut: int, sums: int) -> None:

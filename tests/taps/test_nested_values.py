@@ -245,3 +245,19 @@ def test_calls_inside_a_generator_of_a_model_are_not_outermost() -> None:
     assert nn.Module.__call__ is own
     inner(torch.ones(1))
     assert len(seen) == 6
+
+
+def test_after_an_error_before_a_call_the_next_one_is_outermost() -> None:
+    seen: list[nn.Module] = []
+
+    def before(module: nn.Module, *_: Any) -> None:
+        seen.append(module)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    model = nn.Linear(1, 1)
+    with OutermostCalls(before, lambda module, result: None):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1))
+        model(torch.ones(1))
+    assert seen == [model, model]

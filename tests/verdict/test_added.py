@@ -208,6 +208,10 @@ def test_unmeasured_taps_are_reported(bad: Row, said: str) -> None:
     assert unseen_of(frame_of(row("fine"))) == unseen_of(frame_of()) == []
 
 
+def test_zeros_beside_a_number_that_is_not_finite_on_one_side_are_not_all_zeros() -> None:
+    assert unseen_of(frame_of(row("fine"), row("q", 0.0, nonfinite_differ=1, **ZEROS))) == []
+
+
 def test_of_several_reasons_for_taps_that_were_not_measured_the_first_is_given() -> None:
     notes = [row("p", 0.0, note="rank 1 ended"), row("q", 0.0, order=2, note="rank 2 ended")]
     assert unseen_of(frame_of(*notes)) == ["2 taps (p, q) arrived from only some of the sending ranks: rank 1 ended."]

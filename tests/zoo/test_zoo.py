@@ -93,6 +93,9 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     # Rounding to 4 bits moves a weight by a tenth.
     allowed = {each.name: 0.1 if each.area == "quantised weights" else 1e-5 for each in PROGRAMS}
     assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > allowed[each.name]] == []
+    # Another way to compute something rounds differently; only these four make the same operations.
+    equal = {"experts_in_buffers", "autocast_by_hand", "dataclass_for_a_dataclass_with_a_norm", "first_call_warms_up"}
+    assert {each.name for each in PROGRAMS if each.is_benign and off[each.name] == 0.0} <= equal
     only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
     assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
     _are_as_before(returned)
