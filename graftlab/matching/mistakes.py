@@ -324,7 +324,7 @@ def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
     except LayoutError:
         return ""
     mine = other.value.detach().to(wide)
-    if taken.shape != mine.shape:
+    if taken.shape != mine.shape or not mine.numel():
         return ""
     if mine.numel() == 1:
         return f": {mine.item():g} in place of {taken.item():g}"
@@ -333,7 +333,9 @@ def _differing_rows(pair: Pair, one: RecordedTap, other: RecordedTap) -> str:
     differs = ~torch.isclose(mine, taken, rtol=1e-6, atol=0.0, equal_nan=True)
     if not differs.any():
         # Everything that differs does so by less.
-        differs = mine != taken
+        differs = (mine != taken) & ~(mine.isnan() & taken.isnan())
+    if not differs.any():
+        return ""
     rows = np.flatnonzero(differs.reshape(differs.shape[0], -1).any(dim=1).numpy())
     count = int(differs.sum())
     if len(rows) == differs.shape[0] and count == differs.numel():

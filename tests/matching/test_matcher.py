@@ -1002,6 +1002,11 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     assert _differing_rows(pair, one, single) == " in 1 of 4 elements: row 3"
     all_of_it = RecordedTap.of("b", torch.tensor([[2.0], [3.0], [4.0], [5.0]]))
     assert _differing_rows(pair, one, all_of_it) == " everywhere, by rel_l2 0.5"
+    with_nan = torch.tensor([[1.0], [math.nan], [1.0], [1.0]])
+    nans = [RecordedTap.of("b", with_nan), RecordedTap.of("b", with_nan + torch.tensor([[0.0], [0], [0], [1.2e-7]]))]
+    assert _differing_rows(pair, *nans) == " in 1 of 4 elements: row 3"
+    nothing = RecordedTap.of("b", torch.empty(0, 3))
+    assert _differing_rows(pair, nothing, nothing) == ""
     constant = RecordedTap.of("b", torch.full((4, 1), 7.0))
     assert _differing_rows(pair, one, constant) == ": all its values are 7, as if it had not been loaded"
     # A layout that does not fit, and values that were not kept.
