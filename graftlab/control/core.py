@@ -693,9 +693,13 @@ def lend_plan(session: SessionCore, **changes: Any) -> GraftPlan:
     return session._lend_plan(cast("PlanEdit", changes))
 
 
-def restore_plan(session: SessionCore) -> None:
-    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again, if this thread called them."""
+def restore_plan(session: SessionCore, *, as_new: bool = False) -> None:
+    """Put the plan from before :func:`lend_plan` and :func:`start_under` in force again, if this thread called them.
+
+    ``as_new`` is as for :meth:`.plans.Plans.restore`.
+    """
     with session._lock:
         if not session.closed and session._lender == threading.get_ident():
             # Else a second press of the stop button would leave the plan of a verdict, which grafts everything.
-            uninterrupted("the plan from before is in force again", session._plans.restore)
+            restore = partial(session._plans.restore, as_new=as_new)
+            uninterrupted("the plan from before is in force again", restore)

@@ -64,9 +64,12 @@ class Plans:
         is_temporary = self.newest.version in self._temporary
         (self.publish_temporary if is_temporary else self.publish)(replace(self.newest, version=version))
 
-    def restore(self) -> None:
-        """Put the plan from before temporary ones in force again. A plan that the user has published since stays."""
-        if self.is_lent:
+    def restore(self, *, as_new: bool = False) -> None:
+        """Put the plan from before temporary ones in force again. A plan that the user has published since stays.
+
+        ``as_new`` gives it a new version even if the temporary one is equal: orders of jobs end with their version.
+        """
+        if self.is_lent or (as_new and self.newest.version in self._temporary):
             self.publish_temporary(replace(self.lasting()[-1], version=self.newest.version + 1))
 
     def publish_edit(self, plan: GraftPlan) -> None:

@@ -54,6 +54,21 @@ def test_an_edit_that_changes_nothing_is_none_to_undo(plans: Plans) -> None:
     assert plans.wanted("redo").b2t == "layer == 1"
 
 
+def test_a_lent_plan_equal_to_the_one_before_is_restored_as_a_new_version(plans: Plans) -> None:
+    own = edit(plans, compare="True")
+    plans.restore(as_new=True)
+    assert plans.newest is own
+    plans.publish_temporary(own.edit(compare="True"))
+    plans.restore()
+    assert plans.newest.version == own.version + 1
+    plans.restore(as_new=True)
+    assert (plans.newest.version, plans.is_lent, plans.lasting()[-1]) == (own.version + 2, False, own)
+    # A plan that the user has published meanwhile is newer than all orders.
+    mine = edit(plans, keep="True")
+    plans.restore(as_new=True)
+    assert plans.newest is mine
+
+
 def test_lent_plans_are_restored_and_not_undone(plans: Plans) -> None:
     own = edit(plans, keep="layer == 1")
     plans.restore()

@@ -124,6 +124,17 @@ def test_a_question_to_a_job_that_has_died_raises_its_failure(session: SessionCo
         steps.ask(ranks[1].rank, AskSelfGraft(), SelfGraftResult)
 
 
+def test_orders_end_with_a_version_of_the_plan_and_so_at_one_step(
+    session: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    under_way(session, ranks)
+    with JobSteps(session, "verdict", "A verdict takes about twenty steps of the jobs"):
+        ordered = job_verdict_runs.lend_plan(session, compare=session.plan.compare).version
+    # If the plan of the last order stayed in force, ranks would drop the order at different steps.
+    assert session.plan.version > ordered
+    assert filters(session.plan) == filters(PLAN)
+
+
 @pytest.mark.parametrize("graft_weights", [False, True])
 def test_the_state_of_jobs_is_grafted_only_if_it_may_be(
     graft_weights: bool, session: SessionCore, ranks: list[TalkingRank]
