@@ -294,7 +294,7 @@ def test_a_rank_is_known_to_wait_until_it_is_gone_or_may_have_what_it_waits_for(
     assert Peers.ranks_waiting_for_me(peers) == set()
     third.confirmed = 1
     assert Peers.ranks_waiting_for_me(peers) == {(third.world_rank, 7.0)}
-    # Those that are gone or in no run are told nothing either.
+    # Nor is anything sent to those that are gone or in no run.
     Peers.send_status(peers, waits)
     assert [len(each.channel.sent) for each in (first, second, third, last)] == [0, 0, 1, 1]  # type: ignore[attr-defined]
     third.received = 5
