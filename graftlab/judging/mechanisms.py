@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,14 @@ from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
 from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
-from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins, find_origins, wanted_inputs
+from graftlab.verdict.origins import (
+    ErrorOrigin,
+    ErrorOrigins,
+    are_alike,
+    find_origins,
+    names_for_arguments,
+    wanted_inputs,
+)
 from graftlab.verdict.stale_rows import stale_rows
 from graftlab.verdict.unexplained import ReturnedValues
 from graftlab.verdict.wording import ShownMap
@@ -146,9 +153,14 @@ class Mechanisms:
         before = self._runs.before
         # No rule renames inputs, or has their layout.
         pairs = _rules_of_inputs(names, before.pairs) if before.pairs or before.rename else []
-        again, calls = self._runs.with_module_inputs(
-            wanted, RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._one_sided, pairs=pairs)
-        )
+        filters = RunFilters(b2t="True", keep=f"kind == {KIND!r}", leaving=self._one_sided, pairs=pairs)
+        again, calls = self._runs.with_module_inputs(wanted, filters)
+        renamed = names_for_arguments(calls, names)
+        if renamed:
+            renaming = {**wanted, "baseline": replace(wanted["baseline"], renamed=renamed)}
+            by_kind = self._runs.with_module_inputs(renaming, filters)
+            if are_alike(by_kind[0], renamed):
+                again, calls = by_kind
         origins = find_origins(frame, named, again, added(again), calls, threshold)
         for origin in origins.found:
             if not origin.is_itself and origin.group not in self._of_inputs:

@@ -414,7 +414,9 @@ class CalledRuns(VerdictRuns):
         self, wanted: Mapping[Side, WantedInputs], filters: RunFilters
     ) -> tuple[pd.DataFrame, Mapping[Side, Sequence[Mapping[str, ModuleCall]]]]:
         callees: dict[Side, Callee] = {
-            side: partial(call_with_module_inputs, callee, wanted[side].wanted, wanted[side].known)
+            side: partial(
+                call_with_module_inputs, callee, wanted[side].wanted, wanted[side].known, wanted[side].renamed
+            )
             for side, callee in self._callees().items()
         }
         run, version = self._run("whether modules are right themselves", callees, self.changes(filters))

@@ -92,9 +92,11 @@ def call_until_exception(callee: Callee) -> Any:
         return None
 
 
-def call_with_module_inputs(callee: Callee, wanted: list[str], known: list[str]) -> dict[str, ModuleCall]:
+def call_with_module_inputs(
+    callee: Callee, wanted: list[str], known: list[str], renamed: dict[str, dict[str, str]]
+) -> dict[str, ModuleCall]:
     """Run the callee with the inputs of modules as taps; see :class:`graftlab.taps.module_inputs.ModuleInputs`."""
-    with ModuleInputs(wanted, known) as inputs:
+    with ModuleInputs(wanted, known, renamed) as inputs:
         bind_callee(callee)()
     return inputs.calls
 

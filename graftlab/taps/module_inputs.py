@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.taps import calls as taps
 from graftlab.taps.hooks import before_call
 from graftlab.taps.nested import TapOne, tap_in_tuples
@@ -98,12 +99,22 @@ class WatchedModules:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """A tensor that a module is given after its first one: the parameter's name, and what the tensor is like."""
+
+    name: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True)
 class ModuleCall:
     """A call of a watched module, by its name.
 
     ``within`` are the names of the watched modules whose forward is under way, the innermost first. ``function`` is the
     innermost function of the user's that calls the module; ``is_method`` if it is one of the first of ``within``.
-    ``tensor`` is the number of its first tensor, the same for all calls that are given one tensor object.
+    ``tensor`` is the number of its first tensor, the same for all calls that are given one tensor object; ``arguments``
+    are the others, in order.
     """
 
     module: str
@@ -111,6 +122,7 @@ class ModuleCall:
     function: str | None = None
     is_method: bool = False
     tensor: int | None = None
+    arguments: tuple[Argument, ...] = ()
 
 
 class ModuleInputs:
@@ -118,13 +130,17 @@ class ModuleInputs:
 
     ``wanted`` are names of this side's taps. The modules behind them are tapped, and the modules around these. Tuples
     are looked into, no other containers, since a module may write into those. A tap is called after the module's own
-    tap, one of ``known``, with ``.in``; its tag ``argument`` is ``first``, or the parameter's name. A graft gives the
-    module a new tensor. A context manager for one thread; ``calls`` has the last call of each module by the tap's name.
+    tap, one of ``known``, with ``.in``; its tag ``argument`` is ``first``, or the parameter's name, or the name that
+    ``renamed`` has for it by the module's tap. A graft gives the module a new tensor. A context manager for one thread;
+    ``calls`` has the last call of each module by the tap's name.
     """
 
-    def __init__(self, wanted: Sequence[str], known: Sequence[str]) -> None:
+    def __init__(
+        self, wanted: Sequence[str], known: Sequence[str], renamed: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
         self._wanted = wanted
         self._known = known
+        self._renamed = renamed or {}
         self._handles: list[Any] = []
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._count = 0
@@ -155,15 +171,21 @@ class ModuleInputs:
         tap = self._tap_of(watched)
         if not torch.compiler.is_compiling():
             self.calls[tap] = _call_of(module, watched.name)
+        renamed = self._renamed.get(tap, {})
         is_first = True
 
         def tap_one(parameter: str, value: torch.Tensor) -> Any:
             nonlocal is_first
-            argument = parameter
+            call = self.calls.get(tap)
             if is_first:
                 argument, is_first = FIRST, False
-                if tap in self.calls:
-                    self.calls[tap] = replace(self.calls[tap], tensor=self._number(value))
+                if call is not None:
+                    self.calls[tap] = replace(call, tensor=self._number(value))
+            else:
+                argument = renamed.get(parameter, parameter)
+                if call is not None:
+                    given = Argument(parameter, DTYPE_NAMES[value.dtype], value.numel())
+                    self.calls[tap] = replace(call, arguments=(*call.arguments, given))
             tags = {"kind": KIND, "argument": argument}
             return taps.show(f"{tap}{SUFFIX}", value, None, replace=True, tags=tags)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of, listed
 from graftlab.base.world import SIDES, Side
 from graftlab.rows.schema import MEASURED
-from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, ModuleCall
+from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX, Argument, ModuleCall
 from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import call_key
 
@@ -29,10 +30,14 @@ ModuleCalls = Mapping[Side, Sequence[Mapping[str, ModuleCall]]]
 
 @dataclass(frozen=True)
 class WantedInputs:
-    """A side's taps whose modules are examined, and all of its taps, by the side's own names."""
+    """A side's taps whose modules are examined, and all of its taps, by the side's own names.
+
+    ``renamed`` has other names for arguments of these modules, by the module's tap.
+    """
 
     wanted: list[str]
     known: list[str]
+    renamed: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,56 @@ def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, 
     }
     pairs = dict.fromkeys(zip(own["baseline"], own["target"], strict=True))
     return wanted, [(f"{baseline}{SUFFIX}", f"{target}{SUFFIX}") for baseline, target in pairs]
+
+
+def names_for_arguments(calls: ModuleCalls, names: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """The target's names for arguments that only the baseline calls so, by the baseline's tap of the module.
+
+    ``names`` are pairs of the names of both sides' inputs. Arguments without a namesake are paired in their order with
+    those of their kind: equally many tensors of one dtype, or of floating point, and of one size.
+    """
+    own = {side: {tap: call for of_rank in calls[side] for tap, call in of_rank.items()} for side in SIDES}
+    found: dict[str, dict[str, str]] = {}
+    for pair in names:
+        baseline, target = (name.removesuffix(SUFFIX) for name in pair)
+        one, other = own["baseline"].get(baseline), own["target"].get(target)
+        if one is None or other is None:
+            continue
+        ours, theirs = _by_kind(one.arguments, other.arguments), _by_kind(other.arguments, one.arguments)
+        for kind, left in ours.items():
+            if len(left) == len(theirs.get(kind, ())):
+                found.setdefault(baseline, {}).update(zip(left, theirs[kind], strict=True))
+    return found
+
+
+def _by_kind(arguments: Sequence[Argument], others: Sequence[Argument]) -> dict[tuple[str, int], list[str]]:
+    """The names of the arguments that have no namesake among the others, by what their tensors are like."""
+    names = {each.name for each in others}
+    found: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+    for each in arguments:
+        if each.name not in names:
+            kind = "float" if getattr(torch, each.dtype).is_floating_point else each.dtype
+            found[kind, each.numel].append(each.name)
+    return found
+
+
+_LEAST_COSINE = 0.95
+
+
+def are_alike(rows: pd.DataFrame, renamed: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether the arguments that :func:`names_for_arguments` paired may be each other's, mistakes of scale included.
+
+    ``rows`` are those of the run with these names.
+    """
+    inputs = rows[_are_inputs(rows) & (rows["side"] == "target").to_numpy(bool)]
+    for name, status, tags, rel_l2, cosine in zip(
+        *(inputs[column] for column in ("baseline_name", "status", "tags", "rel_l2", "cosine")), strict=True
+    ):
+        if tags["argument"] in renamed.get(str(name).removesuffix(SUFFIX), {}).values():
+            is_close = status in MEASURED and (rel_l2 == 0 or cosine >= _LEAST_COSINE)
+            if not is_close:
+                return False
+    return True
 
 
 def find_origins(

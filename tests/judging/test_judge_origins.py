@@ -50,9 +50,10 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attn: nn.Module = Attention(fault)
+        self.fault = fault
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        attended = self.attn(self.norm(x), mask)
+        attended = self.attn(self.norm(x), mask.flip(0) if self.fault == "flipped" else mask)
         return x + (attended if isinstance(attended, torch.Tensor) else attended[0])
 
 
@@ -172,16 +173,34 @@ PAIRS = [
 ]
 
 
-def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(session: gl.Session) -> None:
+@pytest.mark.parametrize(
+    ("fault", "start", "end"),
+    [
+        (
+            "scale",
+            "layers.*.attn is computed differently in layers 0-2, between wq, wk, wv and wo (o itself is",
+            "wo).",
+        ),
+        ("mask", "Input mask of layers.* is computed differently in layers 0-2, in the model's forward", "wo)."),
+        # An argument that is unlike the other side's may not be the same one.
+        (
+            "flipped",
+            "layers.*.attn is computed differently in layers 0-2, between wq, wk, wv and wo (o itself is right;",
+            "wo). Or bias may differ, an input of layers.*.attn that was not compared.",
+        ),
+    ],
+)
+def test_modules_with_other_names_and_arguments_are_compared_by_their_pairs(
+    session: gl.Session, fault: str, start: str, end: str
+) -> None:
     before = session.edit(pairs=PAIRS).pairs
-    verdict = session.verdict(decode, decode, args=("scale", True))
+    verdict = session.verdict(decode, decode, args=(fault, True))
     assert session.plan.pairs == before
     session.edit(pairs=None)
     assert verdict.named == ["layers.*.attn.o"]
-    # The mask has another name on the target, so nothing says that it is equal.
     first = verdict.text.partition("\n")[0]
-    assert first.startswith("layers.*.attn is computed differently in layers 0-2, between wq, wk, wv and wo (o itself")
-    assert first.endswith("). Or bias may differ, an input of layers.*.attn that was not compared.")
+    assert first.startswith(start)
+    assert first.endswith(end)
 
 
 class Recurrent(nn.Module):

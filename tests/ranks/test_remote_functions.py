@@ -65,7 +65,7 @@ def test_a_call_in_float64_computes_in_it() -> None:
 def test_inputs_of_modules_are_those_of_the_code_that_ran() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 2))
     gl.watch(model).remove()
-    assert call_with_module_inputs(lambda: model(X), [], []) == {}
+    assert call_with_module_inputs(lambda: model(X), [], [], {}) == {}
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytest
 
-from graftlab.taps.module_inputs import KIND, ModuleCall
+from graftlab.taps.module_inputs import KIND, Argument, ModuleCall
 from graftlab.verdict.origins import (
     ErrorOrigin,
     ErrorOrigins,
     _is_given_the_same,
     _merged,
+    are_alike,
     find_origins,
+    names_for_arguments,
     origin_in_words,
     sentences_on,
     shared_origin,
@@ -320,3 +322,59 @@ def test_an_argument_that_only_some_layers_have_is_a_doubt_about_all() -> None:
     biased = replace(masked, not_compared=("bias",), not_compared_of="baseline")
     assert [each.not_compared for each in _merged([plain, masked, biased])] == [(), ("mask",), ("bias",)]
     assert _merged([biased])[0].not_compared_of == "baseline"
+
+
+# ---- arguments with other names -------------------------------------------------------------------------------------
+
+
+def renamed(ours: str, theirs: str) -> dict[str, str]:
+    """The names for the baseline's arguments; each is written as ``name:dtype:numel``."""
+
+    def call(arguments: str) -> dict[str, ModuleCall]:
+        split = [each.split(":") for each in arguments.split()]
+        return {"m": ModuleCall("m", arguments=tuple(Argument(name, dtype, int(n)) for name, dtype, n in split))}
+
+    found = names_for_arguments({"baseline": [{}, call(ours)], "target": [call(theirs)]}, [("m.in", "m.in")])
+    return found.get("m", {})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ("idx:int64:8 w:float32:8", "weights:bfloat16:8 chosen:int64:8", {"idx": "chosen", "w": "weights"}),
+        ("cos:float32:8 sin:float32:8", "c:float32:8 s:float32:8", {"cos": "c", "sin": "s"}),
+        ("mask:float32:8 cos:float32:8", "mask:float32:8 c:float32:8", {"cos": "c"}),
+        ("w:float32:8", "scale:float32:1", {}),
+        ("w:float32:8", "mask:bool:8", {}),
+        ("idx:int64:8", "slots:int32:8", {}),
+        ("w:float32:8", "a:float32:8 b:float32:8", {}),
+        ("w:float32:8", "w:float32:4", {}),
+    ],
+)
+def test_arguments_without_a_namesake_are_paired_with_those_of_their_kind(
+    ours: str, theirs: str, expected: dict[str, str]
+) -> None:
+    assert renamed(ours, theirs) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "rel_l2", "cosine", "expected"),
+    [
+        ("grafted", 1.0, 0.96, True),
+        ("grafted", 0.0, math.nan, True),
+        ("grafted", 0.8, 0.94, False),
+        ("failed", math.nan, math.nan, False),
+    ],
+)
+def test_unlike_arguments_are_not_taken_for_each_other(
+    status: str, rel_l2: float, cosine: float, expected: bool
+) -> None:
+    own = {"tags": {"kind": KIND, "argument": "w"}, "side": "target", "baseline_name": "m.in"}
+    row = {**own, "status": status, "rel_l2": rel_l2, "cosine": cosine}
+    others = [
+        {**row, "tags": {"kind": KIND, "argument": "mask"}, "cosine": 0.0, "rel_l2": 1.0},
+        {**row, "tags": {"argument": "w"}, "cosine": 0.0, "rel_l2": 1.0},
+        {**row, "baseline_name": "n.in", "cosine": 0.0, "rel_l2": 1.0},
+        {**row, "side": "baseline", "status": "unmatched"},
+    ]
+    assert are_alike(pd.DataFrame([*others, row]), {"m": {"weights": "w"}}) is expected
