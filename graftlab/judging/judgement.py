@@ -80,6 +80,7 @@ from graftlab.verdict.model_data import (
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
+    OutdatedPair,
     learned_from_other_code,
     no_longer_equal,
     outdated_pairs,
@@ -199,37 +200,14 @@ class Judgement:
         evidence, parts = self._measured_without_parts_of_gradients(evidence)
         naming = self._name(evidence)
         naming.unseen += not_paired(split) + not_compared(sums) + gradients_not_compared(parts)
-        misaligned = self._attempt(
-            "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
-        )
-        if misaligned is not None:
-            return self._without_conclusion(naming, misaligned.sentence)
-        nowhere: FirstDifference | None = None
-        first = self._attempt(
-            "the search for the first step that differs",
-            lambda: self._runs.first_difference(naming.accumulated),
-            nowhere,
-        )
-        if first is not None and naming.job_remarks is not None:
-            if first.is_update and not self._runs.request.graft_weights:
-                return self._without_conclusion(naming, f"{first.sentence} {NOT_JUDGED_SINCE}")
-            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
-        outdated = outdated_pairs(evidence.measured, self._before, naming.given)
-        if outdated:
-            nothing: list[Pair] = []
-            present = self._attempt("the search for the partners that taps have now", self._runs.present_pairs, nothing)
-            outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
-            if mended := learned_from_other_code(outdated):
-                return self._without_conclusion(naming, mended)
+        sentence = self._why_grafts_are_wrong(evidence, naming)
+        if sentence is not None:
+            return self._without_conclusion(naming, sentence)
+        outdated, sentence = self._outdated_pairs(evidence, naming)
+        if sentence is not None:
+            return self._without_conclusion(naming, sentence)
         masked = self._unmask(evidence, naming)
-        if naming.clears or self._explains(naming):
-            # Before the verdict names nothing, the target runs often enough to show whether it differs from itself.
-            naming.target_not_repeated = self._attempt(
-                "the target against itself", self._runs.target_against_itself, []
-            )
-            # A value that also varies on the baseline, such as a time, says nothing about the target.
-            left = evidence.floors.returned_not_repeated
-            naming.target_not_repeated = [each for each in naming.target_not_repeated if each not in left]
+        self._repeat_target(evidence, naming)
         if self._explains(naming):
             # Runs for each group alone, for all together, for the place of their errors, and for hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
@@ -246,57 +224,23 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
         causes, remarks = self._causes(evidence, naming, swaps)
-        quantised, explain_all = self._quantised(evidence, naming, swaps)
-        if explain_all:
-            naming.maybe_explained = []
         factors = naming.quantised.factors(naming.frame, naming.named)
+        quantised = self._quantised(evidence, naming, swaps, causes)
         if self._runs.request.constant_floor is None:
             unexplained += factors
         else:
             # A caller who gives the floor has chosen what may be added.
             remarks += [*factors, *quantised]
             quantised = []
-        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
-        if not (causes and all(each.restored <= each.limit for each in causes.values())):
-            beside_data = naming.data_differs or not naming.quantised.text
-            (naming.data if beside_data else quantised).extend(naming.maybe_explained)
         rounding = self._rounds_differently(evidence, naming, swaps)
-        if naming.job_remarks is not None and naming.named:
-            remarks += naming.job_remarks.of_named
-        remarks += ([masks_alike(self._masks_alike)] if self._masks_alike else []) + masked + written
         weights = differing_weights(evidence.compared, self._threshold)
-        if not naming.named:
-            remarks += unequal_weights(evidence.compared, weights)
-        if outdated and naming.named:
-            remarks.append(no_longer_equal(outdated))
-        may_be_inherited = cut_graphs(evidence.compared, naming.named)
-        unread = unread_grafts(naming.frame, self._threshold)
-        # What is named in each pass of a loop, such as its logits, is no less wrong there.
-        (remarks if names_one_tap(naming.frame, self._threshold) else may_be_inherited).extend(
-            unread_grafts_text(unread)
-        )
-        remarks += held_choices(naming.frame, naming.named)
+        remarks += self._remarks(evidence, naming, weights, outdated, masked + written)
         frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
-        lines: list[DifferingLine] = []
-        if self._can_trace(naming):
-            # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
-            to_blame = frame.loc[frame["label"] == "culprit", "group"]
-            groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
-            if naming.job_remarks is None:
-                # A function may compute its model's inputs itself, as by a tokenizer or a normalisation.
-                groups += [group for group in naming.named if group in {*naming.inputs} & {*to_blame}]
-            search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
-            keep = mechanisms.pairs_for_hints(frame, naming.named)
-            rows = self._attempt("the search for lines of source", lambda: search.trace(groups, keep), None)
-            if rows is not None:
-                self._attempt("the search for hints", lambda: mechanisms.note_pairs(frame, naming.named, rows), None)
-            # Whatever fails here, the lines that were found are kept.
-            self._attempt("the confirmation of lines of source", search.confirm, None)
-            lines = search.lines
+        search = self._search_lines(evidence, naming, frame, mechanisms)
+        if search is not None:
             remarks += search.remarks
-        to_explain = {*naming.named} - explained_by_code(lines)
-        may_be_inherited = runs_freely(naming.frame, to_explain, self._threshold) + may_be_inherited
+        lines = [] if search is None else search.lines
         hints: dict[str, str] = {}
         if causes or (self._explains(naming) and not naming.not_repeated):
             hints = self._attempt("the search for hints", lambda: mechanisms.hints(frame, naming.named), {})
@@ -307,7 +251,7 @@ class Judgement:
                 threshold=self._threshold,
                 target_ranks=self.session.options.target,
                 unseen=naming.unseen,
-                may_be_inherited=may_be_inherited,
+                may_be_inherited=self._why_inherited(evidence, naming, lines),
                 not_repeated=naming.not_repeated if of_functions else (),
                 causes=causes,
                 hints={**self._weights.hints, **hints},
@@ -355,6 +299,38 @@ class Judgement:
         ranks = self.session.options.target
         found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
         return Verdict(found, self._runs.count)
+
+    def _why_grafts_are_wrong(self, evidence: Evidence, naming: Naming) -> str | None:
+        """A sentence if the sides are in different steps, or have updated their parameters differently; else None.
+
+        Notes the first step of jobs that differs.
+        """
+        misaligned = self._attempt(
+            "the search for a shift between the sides", lambda: self._runs.misaligned_steps(evidence.compared), None
+        )
+        if misaligned is not None:
+            return misaligned.sentence
+        nowhere: FirstDifference | None = None
+        first = self._attempt(
+            "the search for the first step that differs",
+            lambda: self._runs.first_difference(naming.accumulated),
+            nowhere,
+        )
+        if first is not None and naming.job_remarks is not None:
+            if first.is_update and not self._runs.request.graft_weights:
+                return f"{first.sentence} {NOT_JUDGED_SINCE}"
+            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
+        return None
+
+    def _outdated_pairs(self, evidence: Evidence, naming: Naming) -> tuple[list[OutdatedPair], str | None]:
+        """The plan's pairs whose taps are no longer equal, and a sentence if they were learned from other code."""
+        outdated = outdated_pairs(evidence.measured, self._before, naming.given)
+        if not outdated:
+            return [], None
+        nothing: list[Pair] = []
+        present = self._attempt("the search for the partners that taps have now", self._runs.present_pairs, nothing)
+        outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
+        return outdated, learned_from_other_code(outdated) or None
 
     def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
         """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
@@ -579,6 +555,16 @@ class Judgement:
         naming.frame, naming.named = frame, found
         return [left_out(names)]
 
+    def _repeat_target(self, evidence: Evidence, naming: Naming) -> None:
+        """Run the target against itself before the verdict names nothing, or explains what it names."""
+        if not (naming.clears or self._explains(naming)):
+            return
+        none: list[str] = []
+        found = self._attempt("the target against itself", self._runs.target_against_itself, none)
+        # A value that also varies on the baseline, such as a time, says nothing about the target.
+        left = evidence.floors.returned_not_repeated
+        naming.target_not_repeated = [each for each in found if each not in left]
+
     # ---- what differs and nothing explains ----------------------------------------------------------------------
 
     def _unexplained(
@@ -736,7 +722,18 @@ class Judgement:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
-    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
+    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps, causes: Mapping[str, Causes]) -> list[str]:
+        """Sentences on quantised modules, and on what they may explain where no other data differs."""
+        quantised, explain_all = self._effect_of_quantised(evidence, naming, swaps)
+        if explain_all:
+            naming.maybe_explained = []
+        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
+        if not (causes and all(each.restored <= each.limit for each in causes.values())):
+            beside_data = naming.data_differs or not naming.quantised.text
+            (naming.data if beside_data else quantised).extend(naming.maybe_explained)
+        return quantised
+
+    def _effect_of_quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
         """Sentences on quantised modules, with their effect if nothing is named; and whether that is all there is."""
         found = [*naming.quantised.text]
         groups = naming.quantised.outputs(naming.frame, naming.named)
@@ -775,6 +772,59 @@ class Judgement:
         found = found.with_effect(output.name, *measured)
         # In any tensor parallel target sums over ranks round differently, which explains little.
         return found if found.explains_output else RoundingGroups(stands_out=found.stands_out)
+
+    # ---- what is said beside the conclusion ---------------------------------------------------------------------
+
+    def _remarks(
+        self,
+        evidence: Evidence,
+        naming: Naming,
+        weights: Mapping[str, str],
+        outdated: Sequence[OutdatedPair],
+        more: Sequence[str],
+    ) -> list[str]:
+        """Remarks that leave the conclusion as it is; ``more`` are those of earlier stages."""
+        remarks: list[str] = []
+        if naming.job_remarks is not None and naming.named:
+            remarks += naming.job_remarks.of_named
+        remarks += [masks_alike(self._masks_alike)] if self._masks_alike else []
+        remarks += more
+        if not naming.named:
+            remarks += unequal_weights(evidence.compared, weights)
+        if outdated and naming.named:
+            remarks.append(no_longer_equal(outdated))
+        if names_one_tap(naming.frame, self._threshold):
+            # What is named in each pass of a loop, such as its logits, is no less wrong there.
+            remarks += unread_grafts_text(unread_grafts(naming.frame, self._threshold))
+        return remarks + held_choices(naming.frame, naming.named)
+
+    def _why_inherited(self, evidence: Evidence, naming: Naming, lines: Sequence[DifferingLine]) -> list[str]:
+        """Sentences on reasons why named groups may be innocent."""
+        frame, threshold = naming.frame, self._threshold
+        found = runs_freely(frame, {*naming.named} - explained_by_code(lines), threshold)
+        found += cut_graphs(evidence.compared, naming.named)
+        return found if names_one_tap(frame, threshold) else found + unread_grafts_text(unread_grafts(frame, threshold))
+
+    def _search_lines(
+        self, evidence: Evidence, naming: Naming, frame: pd.DataFrame, mechanisms: Mechanisms
+    ) -> LineSearch | None:
+        """The search for the lines of source of culprits, with its results; None if operations do not correspond."""
+        if not self._can_trace(naming):
+            return None
+        # Groups that cancel or round differently are not mistakes. Minor ones may be right, as a shifted bias.
+        to_blame = frame.loc[frame["label"] == "culprit", "group"]
+        groups = [group for group in naming.named if group not in naming.inputs and group in {*to_blame}]
+        if naming.job_remarks is None:
+            # A function may compute its model's inputs itself, as by a tokenizer or a normalisation.
+            groups += [group for group in naming.named if group in {*naming.inputs} & {*to_blame}]
+        search = LineSearch(self._runs, frame, self._threshold, evidence.one_sided)
+        keep = mechanisms.pairs_for_hints(frame, naming.named)
+        rows = self._attempt("the search for lines of source", lambda: search.trace(groups, keep), None)
+        if rows is not None:
+            self._attempt("the search for hints", lambda: mechanisms.note_pairs(frame, naming.named, rows), None)
+        # Whatever fails here, the lines that were found are kept.
+        self._attempt("the confirmation of lines of source", search.confirm, None)
+        return search
 
 
 def _after_taps(evidence: Evidence) -> float:
