@@ -413,6 +413,10 @@ def test_a_last_call_of_one_side_alone_clears_nothing(fewer: str, more: str, sta
     assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lacks a partner, the last")
     assert unexplained(*measured, alone, alone._replace(rank=1)).without_partner(None) == [said]
     assert len(unexplained(tap("out", 1), tap("y", 2), alone).without_partner("y", "out")) == 1
+    # The gradient of the first call comes last, and is no call.
+    grads = [each._replace(tags={**each.tags, "kind": "grad"}) for each in (alone._replace(order=4), tap("out", 5))]
+    assert unexplained(*measured, alone, *grads).without_partner(None) == [said]
+    assert unexplained(*measured, grads[0]).without_partner(None) == []
     # An earlier call without a partner is not the output.
     assert unexplained(tap("out", 1), tap("out", 4), alone).without_partner("out") == []
 
@@ -425,6 +429,9 @@ def test_the_last_tap_of_the_target_is_that_of_its_last_step() -> None:
     baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
     (said,) = unexplained(alone, tap("x", 2), baseline).without_partner("x")
     assert "the target's last tap, out, has no partner" in said
+    # Activation checkpointing repeats earlier taps after the last one.
+    repeated = tap("x", 9, own={"recompute_status": "recompute"})
+    assert unexplained(tap("x", 1), tap("out", 2, None, status="unmatched"), repeated).without_partner("x")
 
 
 def test_returned_values_are_near_only_if_all_were_compared_and_are() -> None:
