@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class TapLines:
     """The result of ``session.lines``: where a tap's error arises when all earlier taps have equal values.
 
-    ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype. If numbers
-    are finite on one side alone, or all 0 on the baseline, ``added`` is infinite. For whole numbers ``floor`` is 0.
+    ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype, 0 for
+    whole numbers. If numbers are finite on one side alone, or all 0 on the baseline, ``added`` is infinite.
 
     >>> session.lines("hidden", forward, forward, args=(x,)).text
     "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
