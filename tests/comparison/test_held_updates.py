@@ -463,6 +463,9 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
         (0.37, 1.0, True),
         (2.0, 0.37, False),
         (0.37, 2.0, False),
+        # Clipping may happen to change little.
+        (1.0005, 2.0, False),
+        (2.001, 2.0, False),
         (2.0, None, False),
     ],
 )

@@ -50,6 +50,9 @@ def test_only_values_masked_on_both_sides_are_left_out_of_the_difference() -> No
     assert _apart(x[2:], y[2:]) is None
     assert _apart(x, y[:3]) is None
     assert _apart(x.long(), y.long()) is None
+    # Numbers whose difference is infinite have no known distance.
+    huge = torch.tensor([1.7e308, -1e9], dtype=torch.float64)
+    assert _apart(huge, torch.tensor([-1.7e308, -1e9], dtype=torch.float64)) is None
 
 
 class Runs:

@@ -156,6 +156,17 @@ def test_the_effect_of_a_group_is_the_largest_at_any_measured_part(runs: Runs) -
     assert swaps_of(runs).causes(["a"], [], replace(OUTPUT, dtype="bfloat16"), 5.0).agrees
 
 
+def test_the_part_that_rounds_most_limits_how_far_the_output_may_be_off(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {"name": "part"}, (0, 4))
+    swaps = swaps_of(runs, (*NAMES, "part"))
+    (own,) = swaps._selves
+    own.last["part"] = torch.ones(2)
+    own.outputs = [row._replace(rel_l2=0.1, rel_max=0.1) if row.name == "out" else row for row in own.outputs]
+    found = swaps.causes(["a"], [], replace(OUTPUT, dtype="bfloat16", parts=(part,)), 5.0)
+    # In low precision rounding adds up to more than a mistake may, so less than the threshold agrees.
+    assert found.limit == pytest.approx(5 * 2.0**-8 / 0.1)
+
+
 def test_taps_are_in_the_order_in_which_a_rank_first_reaches_them(runs: Runs) -> None:
     (ours,), (theirs,) = swaps_of(runs, ("a", "b", "a"), ("b", "a", "b"))._orders()
     assert ours == {("a", None): 0, ("b", None): 1}

@@ -93,6 +93,12 @@ def test_numbers_that_are_finite_on_one_side_alone_add_more_than_any_rounding(ru
     assert (lines("h.1").added, lines("h.1").floor) == (0.4, 0.0)
 
 
+def test_names_and_remarks_are_text_in_a_notebook() -> None:
+    shown = TapLines("<b>", 1e-3, 1e-6, (), ("x < y",))._repr_mimebundle_()["text/html"]
+    assert "&lt;b&gt;" in shown
+    assert "<p>x &lt; y</p>" in shown
+
+
 def test_a_tap_that_was_not_measured_is_refused_with_those_that_were(runs: SimpleNamespace) -> None:
     with pytest.raises(SessionError, match=r"no tap 'h\.2' was measured .*; did you mean 'h\.1', 'h\.0', 'h\.\*'\?"):
         lines("h.2")
