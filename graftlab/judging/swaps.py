@@ -375,7 +375,9 @@ def earlier_steps(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFlo
     # The group may contain other layers.
     is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
-    rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
+    # Numbers that are finite on one side alone are not part of the error.
+    differs = (frame["error"] > limit * floor.rel_l2) | (frame["error_ratio"] == math.inf)
+    rows = frame[is_output & differs]
     return [
         int(step)
         for step, order in zip(rows["step"], rows["order"], strict=True)

@@ -189,6 +189,7 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
     output = OutputTap("out", "out", "float32", {"layer": 1}, (3, 9))
     frame = pd.DataFrame(
         {"name": name, "tags": {"name": name, "layer": layer}, "error": error, "step": step, "order": 9}
+        | {"error_ratio": error / 1e-5}
         for name, layer, error, step in (
             *(("out", 1, 1e-3, 0), ("out", 1, 1e-7, 1), ("out", 2, 1e-3, 2), ("other", 1, 1e-3, 2)),
             ("out", 1, 1e-3, 3),
@@ -197,6 +198,9 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
     floors = AccumulatedFloors({("out", None): Floor(1e-5, 1e-4)}, {})
     assert earlier_steps(frame, output, floors, 5.0) == [0]
     assert earlier_steps(frame, output, floors, 1e6) == []
+    # Numbers that are finite on one side alone are left out of the error.
+    frame.loc[1, "error_ratio"] = math.inf
+    assert earlier_steps(frame, output, floors, 5.0) == [0, 1]
 
 
 def test_an_output_without_a_record_on_a_rank_is_refused(runs: Runs) -> None:
