@@ -156,6 +156,21 @@ def test_the_effect_of_a_group_is_the_largest_at_any_measured_part(runs: Runs) -
     assert swaps_of(runs).causes(["a"], [], replace(OUTPUT, dtype="bfloat16"), 5.0).agrees
 
 
+def test_a_part_with_earlier_calls_among_the_groups_is_not_measured(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {}, (0, 4))
+    for calls, agrees in ((("part",), False), (("part", "part"), True)):
+        swaps = swaps_of(runs, (*NAMES, *calls))
+        swaps._selves[0].last["part"] = torch.ones(2)
+        runs.kept = lambda name: (torch.ones(2),) * 2 if name == "out" else (torch.full((2,), 1.5),) * 2
+        assert swaps.causes(["a", "part"], [], replace(OUTPUT, parts=(part,)), 5.0).agrees is agrees
+
+
+def test_the_output_is_shown_even_where_the_sides_would_wait_for_each_other(runs: Runs) -> None:
+    swaps_of(runs, ("b", "out", "a"), ("a", "b", "out"))._distances(["a"], [], [OUTPUT])(frozenset())
+    (filters,) = runs.filters
+    assert sides(filters, "a", "b", "out") == {"a": "b2t", "b": "", "out": "t2b"}
+
+
 def test_the_part_that_rounds_most_limits_how_far_the_output_may_be_off(runs: Runs) -> None:
     part = OutputTap("part", "part", "float32", {"name": "part"}, (0, 4))
     swaps = swaps_of(runs, (*NAMES, "part"))
