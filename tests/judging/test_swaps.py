@@ -216,6 +216,9 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
     # Numbers that are finite on one side alone are left out of the error.
     frame.loc[1, "error_ratio"] = math.inf
     assert earlier_steps(frame, output, floors, 5.0) == [0, 1]
+    # So does an earlier call in the last step.
+    frame.loc[4, "order"] = 5
+    assert earlier_steps(frame, output, floors, 5.0) == [0, 1, 3]
 
 
 def test_an_output_without_a_record_on_a_rank_is_refused(runs: Runs) -> None:
