@@ -19,6 +19,8 @@ from graftlab import plots
 from graftlab.base.text import first_of
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DependencyError, GraftError, RunError
+from graftlab.verdict.facts import tap_name
+from graftlab.verdict.order import tap_codes
 
 
 def notebooks_folder() -> Path:
@@ -48,15 +50,23 @@ def divergence_table(frame: pd.DataFrame) -> pd.DataFrame:
     def shared(values: pd.Series) -> str:
         return "/".join(dict.fromkeys(str(value) for value in values.dropna()))
 
-    # A name may be tapped several times in one step, so a tap is its name and its occurrence.
-    tap = ["name", "step", "occurrence"]
-    in_order = frame.sort_values(["order", "rank"], kind="stable")
-    table = in_order.groupby(tap, sort=False, dropna=False).agg(
-        status=("status", shared), aligned_by=("aligned_by", shared)
+    # A name may be tapped in several layers, and several times in one step.
+    in_order = frame.assign(tap=tap_codes(frame, "step", "occurrence")[0], rel_l2=_apart(frame))
+    if "tags" in frame:
+        in_order["name"] = list(map(tap_name, frame["name"], frame["tags"]))
+    in_order = in_order.sort_values(["order", "rank"], kind="stable")
+    table = in_order.groupby("tap", sort=False).agg(
+        name=("name", "first"), status=("status", shared), aligned_by=("aligned_by", shared)
     )
     for (side, rank), rows in in_order.groupby(["side", "rank"]):
-        table[f"rel_l2 {side}[{rank}]"] = rows.groupby(tap, dropna=False)["rel_l2"].first()
-    return table.reset_index("name").reset_index(drop=True)
+        table[f"rel_l2 {side}[{rank}]"] = rows.groupby("tap")["rel_l2"].first()
+    return table.reset_index(drop=True)
+
+
+def _apart(frame: pd.DataFrame) -> pd.Series[float]:
+    """The ``rel_l2`` of each row, infinite where one side alone is finite: statistics leave such values out."""
+    found: pd.Series[float] = frame["rel_l2"].mask(frame["nonfinite_differ"].fillna(0) > 0, math.inf)
+    return found
 
 
 def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str:
@@ -90,8 +100,7 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         )
     for rows in runs:
         ordered = rows.sort_values(["order", "rank"], kind="stable")
-        # Statistics leave out values that are not finite.
-        apart = ordered["rel_l2"].mask(ordered["nonfinite_differ"].fillna(0) > 0, math.inf)
+        apart = _apart(ordered)
         above = int((apart > noise_floor).sum())
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
         last = ordered.iloc[-1]

@@ -266,6 +266,15 @@ def test_a_nan_is_no_agreement() -> None:
     text = demo.report(frame)
     assert "First tap that differs: tap1 on target[0], where 3 values are NaN or infinite" in text
     assert "1 of 2 rows above the noise floor; tap1 differs by inf." in text
+    assert text.splitlines()[2].split() == ["tap1", "compared", "inf"]
+
+
+def test_a_tap_of_several_layers_has_a_line_for_each() -> None:
+    frame = rows(1e-7, 0.06).assign(name="h", layer=[0, 1], tags=[{"name": "h", "layer": layer} for layer in (0, 1)])
+    assert [line.split() for line in demo.report(frame).splitlines()[1:3]] == [
+        ["h", "layer=0", "compared", "1.00e-07"],
+        ["h", "layer=1", "compared", "6.00e-02"],
+    ]
 
 
 def test_rows_without_a_run_are_a_clear_error() -> None:

@@ -30,6 +30,16 @@ def kind_of(tags: Mapping[str, Any] | None) -> str | None:
     return kind if kind in KINDS else None
 
 
+def is_recomputed(tags: Mapping[str, Any]) -> bool:
+    """Whether a tap with these tags repeats a value in the backward pass, as activation checkpointing does."""
+    return tags.get("recompute_status") == "recompute"
+
+
+def is_value(tags: Mapping[str, Any]) -> bool:
+    """Whether a tap with these tags shows a value of the forward pass itself."""
+    return kind_of(tags) is None and not is_recomputed(tags)
+
+
 def is_output(name: str) -> bool:
     """Whether a tap with this name shows what a watched model or function returns, or a part of it.
 

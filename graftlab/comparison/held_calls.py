@@ -542,12 +542,15 @@ def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:
     """A sentence if a recorded call has an input of a different shape than the target's call."""
     own = rows[rows["side"] == "target"]
     own = own[[kind_of(tags) == "input" for tags in own["tags"]]] if len(own) else own
-    shapes = {str(name): list(shape) for name, shape in zip(own["name"], own["shape"], strict=True)}
+    # A model that is called several times has another shape of one input each time.
+    shapes: dict[str, list[list[int]]] = {}
+    for name, shape in zip(own["name"], own["shape"], strict=True):
+        shapes.setdefault(str(name), []).append(list(shape))
     for name, shape in zip(recorded["name"], recorded["shape"], strict=True):
-        if shapes.get(name, list(shape)) != list(shape):
+        if name in shapes and list(shape) not in shapes[name]:
             return [
-                f"The recorded call has {name} of shape {list(shape)}, and the target's call {shapes[name]}, so they "
-                "do different work: give the target the recorded inputs, or record the baseline with the target's."
+                f"The recorded call has {name} of shape {list(shape)}, and the target's call {shapes[name][-1]}, so "
+                "they do different work: give the target the recorded inputs, or record the baseline with the target's."
             ]
     return []
 

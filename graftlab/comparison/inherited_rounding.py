@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class InheritedRounding:
         may_read = [found.origins.are_right(each) or each in found.origins.not_compared for each in groups]
         if not named or not all(may_read):
             return []
-        if any(row["added"] > _MOST * self._before(row) for row in named):
+        if any(_is_one_sided(row) or row["added"] > _MOST * self._before(row) for row in named):
             return []
         worst = max(named, key=lambda row: row["added"])
         if all(map(_is_narrow, named)):
@@ -91,6 +92,11 @@ def _is_rounding(row: dict[str, Any], compared: Verdict) -> bool:
         return not (found.named or found.unexplained)
     off, added = row["error_ratio"], row["ratio"]
     return not found.contradicting_pairs and off is not None and added is not None and off > found.threshold >= added
+
+
+def _is_one_sided(row: dict[str, Any]) -> bool:
+    """Whether numbers are finite on one side alone, which rounding does not explain and ``added`` does not include."""
+    return row["added"] is None or (math.isinf(row["ratio"]) and row["floor"] > 0)
 
 
 def _is_narrow(row: dict[str, Any]) -> bool:

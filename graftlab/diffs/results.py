@@ -7,8 +7,10 @@ import hashlib
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -149,6 +151,12 @@ def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, torch.T
             yield path, torch.from_numpy(numpy.array(value))
         elif value.dtype.kind in "OSU":
             yield from _walk(value.tolist(), path, above)
+    elif isinstance(value, (set, frozenset)):
+        # Others have no order that both sides share.
+        if all(isinstance(each, (str, bytes, int, float)) for each in value):
+            yield from _walk(sorted(value, key=repr), path, above)
+    elif isinstance(value, Enum):
+        yield from _walk(value.value, path, above)
     elif id(value) not in above and len(above) < _MAX_DEPTH:
         # A result may contain itself.
         inside = above | {id(value)}
@@ -183,12 +191,19 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{key!r}]", each) for key, each in value.items())
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from ((f".{name}", each) for name, each in zip(value._fields, value, strict=True))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         yield from ((f"[{place}]", each) for place, each in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f".{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value))
-    elif hasattr(value, "__dict__") and not (callable(value) or isinstance(value, (type, ModuleType))):
-        yield from ((f".{name}", each) for name, each in vars(value).items() if not name.startswith("_"))
+    elif not (callable(value) or isinstance(value, (type, ModuleType))):
+        attributes = {**_in_slots(value), **getattr(value, "__dict__", {})}
+        yield from ((f".{name}", each) for name, each in attributes.items() if not name.startswith("_"))
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    names = (each.__dict__.get("__slots__", ()) for each in reversed(type(value).__mro__))
+    every = (name for each in names for name in ([each] if isinstance(each, str) else each))
+    return {name: getattr(value, name) for name in every if not name.startswith("_") and hasattr(value, name)}
 
 
 def _of_text(text: str | bytes) -> torch.Tensor:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from graftlab.base.tags import identity, plain
-from graftlab.base.tap_groups import group_of, is_data, is_output, kind_of
+from graftlab.base.tap_groups import group_of, is_data, is_output, is_recomputed, kind_of
 from graftlab.diffs.measure import measure
 from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, is_quantised, quantised_roundoff, roundoff
@@ -101,11 +101,7 @@ def graft_self(
     record = SelfGraftRecorder(budget)
     result = _copied(_run(call, record))
     found = SelfGraft(skipped=list(record.skipped), not_recorded=record.not_recorded)
-    for recorded in record.taps.values():
-        for name in paired_names(recorded.place[0]):
-            group = group_of(name, recorded.tags)
-            if group in keep:
-                found.last[group] = recorded.value.cpu()
+    found.last = record.last(keep, paired_names)
     repeat = RepeatComparer(record.taps)
     again = _run(call, repeat)
     found.not_repeated = repeat.differences()
@@ -358,6 +354,18 @@ class SelfGraftRecorder(CountingHandler):
             return
         self._left -= size
         self.taps[place] = TapRecord(place, tags, self._kept(own.detach()))
+
+    def last(self, groups: Collection[str], paired_names: Callable[[str], Sequence[str]]) -> dict[str, torch.Tensor]:
+        """The last record at each tap of these groups, on the CPU, by group."""
+        found = {}
+        for recorded in self.taps.values():
+            # Activation checkpointing repeats the first layer last.
+            if kind_of(recorded.tags) is None and is_recomputed(recorded.tags):
+                continue
+            for name in paired_names(recorded.place[0]):
+                if (group := group_of(name, recorded.tags)) in groups:
+                    found[group] = recorded
+        return {group: recorded.value.cpu() for group, recorded in found.items()}
 
     def _kept(self, value: torch.Tensor) -> torch.Tensor | SpilledTensor:
         try:

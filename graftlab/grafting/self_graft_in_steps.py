@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graftlab.base.tags import TagItems
-from graftlab.base.tap_groups import group_of
 from graftlab.grafting.self_graft import (
     CountingHandler,
     RepeatComparer,
@@ -87,11 +86,7 @@ class SelfGraftInSteps:
         ended, found = self._handler, self.found
         if isinstance(ended, SelfGraftRecorder):
             found.skipped, found.not_recorded = list(ended.skipped), ended.not_recorded
-            for recorded in ended.taps.values():
-                for name in self._paired_names(recorded.place[0]):
-                    group = group_of(name, recorded.tags)
-                    if group in self._keep:
-                        found.last[group] = recorded.value.cpu()
+            found.last = ended.last(self._keep, self._paired_names)
         elif isinstance(ended, RepeatComparer):
             found.not_repeated = ended.differences()
         elif isinstance(ended, SelfGrafter) and self._passes[self._at] == "drift":

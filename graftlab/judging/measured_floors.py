@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TypeVar
 
 from graftlab.base.tags import own_tags
-from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.tap_groups import group_of, is_value, kind_of
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.plan.plan import GraftPlan
@@ -82,7 +82,7 @@ class MeasuredFloors:
 
     def last_tap(self) -> str | None:
         """The last tap of the baseline's forward pass, as filters know it; None where no tap was recorded."""
-        values = [added for each in self._selves[:1] for added in each.outputs if kind_of(added.tags) is None]
+        values = [added for each in self._selves[:1] for added in each.outputs if is_value(added.tags)]
         return self.paired(values[-1])[0] if values else None
 
     def _pooled(

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
-from graftlab.base.tap_groups import filter_of, group_of, kind_of
+from graftlab.base.tap_groups import filter_of, group_of, is_value, kind_of
 from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
@@ -119,7 +119,7 @@ def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[bool, int, int]:
-    return kind_of(row["tags"]) is None, row["step"], row["order"]
+    return is_value(row["tags"]), row["step"], row["order"]
 
 
 class Mechanisms:

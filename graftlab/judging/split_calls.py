@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.tap_groups import is_data, is_recomputed, kind_of
 from graftlab.base.text import counted, first_of
 from graftlab.base.world import SIDES, Side
 from graftlab.rows.schema import MEASURED
@@ -29,7 +29,7 @@ def split_calls(rows: pd.DataFrame) -> SplitCalls:
     counts: dict[tuple[str, str | None], Counter[str]] = defaultdict(Counter)
     for row in records(rows[rows["rank"].isin((0, None))] if len(rows) else rows):
         tags: Mapping[str, Any] = row["tags"]
-        if is_data(tags) or tags.get("recompute_status") == "recompute":
+        if is_data(tags) or is_recomputed(tags):
             continue
         if row["status"] in _ALONE:
             what = str(row["side"])

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from graftlab.base.tags import display_tags
-from graftlab.base.tap_groups import KINDS, filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.tap_groups import KINDS, filter_of, group_of, is_value, kind_of, kind_of_group, place_in_blame
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
@@ -88,7 +88,9 @@ def find_outputs(all_rows: pd.DataFrame, name: str | None, returned: Collection[
     zero = int(rows["step"].min()) if len(rows) else 0
     found = []
     for kind in (None, "grad"):
-        chosen = rows[[kind_of(tags) == kind for tags in rows["tags"]]] if len(rows) else rows
+        # Activation checkpointing repeats inner values after the last one.
+        are_meant = [is_value(tags) if kind is None else kind_of(tags) == kind for tags in rows["tags"]]
+        chosen = rows[are_meant] if len(rows) else rows
         if name is not None and kind is None:
             chosen = chosen[chosen["name"] == name]
             if not len(chosen):
@@ -373,7 +375,9 @@ def earlier_steps(frame: pd.DataFrame, output: OutputTap, floors: AccumulatedFlo
     # The group may contain other layers.
     is_output = (frame["name"] == output.name) & frame["tags"].map(lambda tags: _is_same_layer(tags, output.tags))
     floor = floors.of_tap(output.name, kind_of(output.tags), output.dtype)
-    rows = frame[is_output & (frame["error"] > limit * floor.rel_l2)]
+    # Numbers that are finite on one side alone are not part of the error.
+    differs = (frame["error"] > limit * floor.rel_l2) | (frame["error_ratio"] == math.inf)
+    rows = frame[is_output & differs]
     return [
         int(step)
         for step, order in zip(rows["step"], rows["order"], strict=True)

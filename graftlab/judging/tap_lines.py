@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class TapLines:
     """The result of ``session.lines``: where a tap's error arises when all earlier taps have equal values.
 
-    ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype.
+    ``added`` is that error, as ``rel_l2`` on the rank where it is largest, ``floor`` the rounding of its dtype, 0 for
+    whole numbers. If numbers are finite on one side alone, or all 0 on the baseline, ``added`` is infinite.
 
     >>> session.lines("hidden", forward, forward, args=(x,)).text
     "'hidden' adds no more than rounding: from equal inputs, both sides compute the same."
@@ -53,9 +55,14 @@ class TapLines:
 
     @property
     def _headline(self) -> str:
-        if not self.added > 0 or self.floor == 0:
+        if self.added == 0:
             return f"{self.tap!r} adds no more than rounding: from equal inputs, both sides compute the same."
-        far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
+        if math.isinf(self.added):
+            far = f"{self.tap!r} adds a difference above any rounding: numbers are finite, or not 0, on one side alone."
+        elif self.floor == 0:
+            far = f"{self.tap!r} adds {self.added:.2g}, and numbers of its dtype are not rounded."
+        else:
+            far = f"{self.tap!r} adds {self.added:.2g}, {self.added / self.floor:.2g} x the rounding of its dtype."
         return far if self.found or self.remarks else f"{far} No operation was found that causes this."
 
     def __repr__(self) -> str:
@@ -100,4 +107,7 @@ def lines_of_tap(session: SessionCore, tap: str, request: VerdictRequest) -> Tap
         search.trace([tap])
         search.confirm()
         found = [replace(each, group=tap) for each in search.lines]
-        return TapLines(tap, float(worst["added"]), float(worst["floor"]), found, search.remarks)
+        # Numbers that are finite on one side alone are not part of what is added.
+        is_above_any = math.isinf(worst["ratio"]) and worst["floor"] > 0
+        added = math.inf if is_above_any else float(worst["added"])
+        return TapLines(tap, added, float(worst["floor"]), found, search.remarks)

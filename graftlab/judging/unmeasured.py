@@ -64,8 +64,12 @@ BEGIN_INPUT = "The input "
 
 def not_grafted(grafted: pd.DataFrame, frame: pd.DataFrame, threshold: float) -> list[str]:
     """A sentence on taps before a named one that could not be grafted: later taps inherit a difference there."""
-    over = frame.loc[frame["ratio"] > threshold, "order"]
-    failed = grafted[(grafted["status"] == "failed") & (grafted["order"] < (over.max() if len(over) else -1))]
+    over = frame[frame["ratio"] > threshold]
+    last = max(zip(over["step"], over["order"], strict=True), default=(-1, -1))
+    failed = grafted[grafted["status"] == "failed"]
+    # A verdict counts steps from its run's first.
+    steps = failed["step"] - grafted["step"].min()
+    failed = failed[[place < last for place in zip(steps, failed["order"], strict=True)]]
     if not len(failed):
         return []
     groups = list(dict.fromkeys(map(group_of, failed["name"], failed["tags"])))

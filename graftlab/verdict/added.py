@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from graftlab.base.tags import distinguishes_taps, own_tags
-from graftlab.base.tap_groups import filter_of, group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.tap_groups import filter_of, group_of, is_recomputed, kind_of, kind_of_group, place_in_blame
 from graftlab.base.text import counted, first_of
 from graftlab.base.world import other_side
 from graftlab.diffs.rounding import cast_dtypes, is_quantised, quantised_roundoff, roundoff
@@ -264,7 +264,7 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     # Most often every row was measured, and to select rows takes longer than to look for some.
     is_repeated = frame["status"].isin(("missing", "unmatched", "recomputed"))
     if is_repeated.any():
-        is_repeated &= np.array([tags.get("recompute_status") == "recompute" for tags in frame["tags"]], bool)
+        is_repeated &= np.array([is_recomputed(tags) for tags in frame["tags"]], bool)
     if is_repeated.any():
         repeated, frame = frame[is_repeated], frame[~is_repeated]
         sentences.append(

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from graftlab.base.tags import display_tags
-from graftlab.base.tap_groups import group_of, kind_of
+from graftlab.base.tap_groups import group_of, is_recomputed, kind_of
 from graftlab.base.text import counted, first_of
 from graftlab.base.world import other_side
 from graftlab.rows.schema import MEASURED
@@ -28,7 +28,7 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
     alone: Counter[tuple[Any, ...]] = Counter()
     shown: dict[tuple[Any, ...], tuple[str, str]] = {}
     for row in records(rows[rows["status"].isin([*MEASURED, *_ALONE])]):
-        if row["tags"].get("recompute_status") == "recompute" or group_of(row["name"], row["tags"]) not in named:
+        if is_recomputed(row["tags"]) or group_of(row["name"], row["tags"]) not in named:
             continue
         place = (row["name"], tags_key(row["tags"]), row["step"], row["rank"])
         if row["status"] in _ALONE:

@@ -48,7 +48,8 @@ def first_difference(rows: pd.DataFrame, floors: AccumulatedFloors, threshold: f
         over = [row for row, each in zip(measured, ratios, strict=True) if each > threshold]
         if not all(map(_is_setting, over)):
             # Rounding that training amplifies grows slowly, from step to step.
-            is_jump = max(ratios) > _JUMP * largest
+            # A tap without numbers has no ratio.
+            is_jump = max(each for each in ratios if each == each) > _JUMP * largest
             return _described(step, over, before, measured) if is_jump else None
         # A setting may differ from the first step on, and shows in the results of the update.
         largest = max(

@@ -46,7 +46,8 @@ def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str
         if row["matched_by"] not in _BY_VALUE or row["name"] in given or pd.isna(row["match_rel"]):
             continue
         dtype = getattr(torch, row["dtype"], torch.float32)
-        if not row["rel_l2"] > max(limit_for(dtype), 10 * row["match_rel"]):
+        # Without a pair of finite numbers nothing is known of the values.
+        if row["rel_l2"] is None or not row["rel_l2"] > max(limit_for(dtype), 10 * row["match_rel"]):
             continue
         for pairing in plan.pairings("target", row["target_name"], own_tags(row["tags"])):
             if pairing.rule is not None and pairing.name == row["name"]:

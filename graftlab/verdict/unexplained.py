@@ -12,7 +12,7 @@ from operator import attrgetter
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import is_data, kind_of, kind_of_group
+from graftlab.base.tap_groups import is_data, is_value, kind_of, kind_of_group
 from graftlab.base.text import first_of
 from graftlab.base.world import SIDES, Side
 from graftlab.diffs.results import (
@@ -209,7 +209,7 @@ def extents_by_request(rows: pd.DataFrame) -> tuple[int, ...]:
     """The shape of the last measured tap of the forward pass if its requests are in different rows; otherwise empty."""
     if not len(rows) or not rows["note"].astype(str).str.contains(MOVED, regex=False).any():
         return ()
-    values = [row for row in measured_rows(rows) if kind_of(row["tags"]) is None]
+    values = [row for row in measured_rows(rows) if is_value(row["tags"])]
     last = max(values, key=lambda row: (row["in_run"], row["order"]), default=None)
     return tuple(last["shape"]) if last is not None and MOVED in str(last["note"]) else ()
 
@@ -356,14 +356,14 @@ class UnexplainedDifferences:
     @cached_property
     def _last(self) -> str | None:
         """The last tap of the forward pass that was measured."""
-        rows = [row for row in measured_rows(self.compared) if kind_of(row["tags"]) is None]
+        rows = [row for row in measured_rows(self.compared) if is_value(row["tags"])]
         return str(max(rows, key=lambda row: (row["in_run"], row["order"]))["name"]) if rows else None
 
     @cached_property
     def _in_more_calls(self) -> str | None:
         """The subject of a sentence on calls of tapped values that one side alone makes; None if there are none."""
         rows = self.compared
-        plain = [kind_of(tags) is None and tags.get("recompute_status") != "recompute" for tags in rows["tags"]]
+        plain = [is_value(tags) for tags in rows["tags"]]
         more = in_more_calls(rows, rows[rows["status"].isin(("missing", "unmatched")) & pd.Series(plain, rows.index)])
         if not len(more):
             return None
@@ -566,7 +566,10 @@ class UnexplainedDifferences:
 
     def _last_calls_alone(self, last: str | None) -> str | None:
         """A sentence if this tap is compared, but one side's last calls of it have no partner."""
-        rows = self.compared[self.compared["name"] == last].sort_values(["step", "order"], kind="stable")
+        rows = self.compared[self.compared["name"] == last]
+        # The backward pass shows gradients of the same name, and those of the first call last.
+        rows = rows[[is_value(tags) for tags in rows["tags"]]] if len(rows) else rows
+        rows = rows.sort_values(["step", "order"], kind="stable")
         for more, fewer, status in (("baseline", "target", "unmatched"), ("target", "baseline", "missing")):
             alone = rows["side"].eq(more) & rows["status"].eq(status)
             if len(rows) and alone.iloc[-1]:
@@ -582,7 +585,7 @@ class UnexplainedDifferences:
     def _last_of_target(self) -> str | None:
         """The last tap of the target's forward pass, if it has no partner."""
         own = self.compared[self.compared["side"] == "target"]
-        own = own[[kind_of(tags) is None for tags in own["tags"]]] if len(own) else own
+        own = own[[is_value(tags) for tags in own["tags"]]] if len(own) else own
         if not len(own):
             return None
         last = own.sort_values(["step", "order"], kind="stable").iloc[-1]

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.comparison import functions
+from graftlab.errors import WaitInterrupted
 
 pytestmark = pytest.mark.ranks
 
@@ -352,3 +355,14 @@ def test_a_mistake_in_a_later_chunk_differs_where_the_chunks_are_put_together(fo
         assert comparison.answer == answer, comparison.text
         assert comparison.named == (["output"] if forgets else [])
         assert "rows in a different order" not in comparison.text
+
+
+def test_a_comparison_that_is_stopped_states_what_it_had_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*given: object) -> None:
+        raise KeyboardInterrupt("The first call agrees.")
+
+    monkeypatch.setattr(functions, "judge_held_calls", stopped)
+    monkeypatch.setattr(functions, "described", lambda run: ([], []))
+    session: Any = SimpleNamespace(runs=[], run=lambda *given: None)
+    with pytest.raises(WaitInterrupted, match=r"its code on the ranks was interrupted\. The first call agrees\."):
+        functions.compare_expression(session, "model(x)")

@@ -463,6 +463,9 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
         (0.37, 1.0, True),
         (2.0, 0.37, False),
         (0.37, 2.0, False),
+        # Clipping may happen to change little.
+        (1.0005, 2.0, False),
+        (2.001, 2.0, False),
         (2.0, None, False),
     ],
 )
@@ -745,3 +748,23 @@ def test_the_numbers_from_which_the_scripts_backward_passes_begin_are_noted() ->
     assert described.losses == (loss.item(),)
     watched.begin_step()
     assert watched.losses == []
+
+
+def test_a_factor_explains_a_weight_only_if_it_does_on_every_rank() -> None:
+    ours = {name: drawn(number) for number, name in enumerate("abc")}
+    factors = {"a": (2.0, 2.0), "b": (2.0, 3.0), "c": (1.0, 1.0)}
+    ranks = [{name: each[rank] * ours[name] for name, each in factors.items()} for rank in (0, 1)]
+    rows = [row(name, rank, ours[name], ranks[rank][name]) for name in ours for rank in (0, 1)]
+    found = judge_gradients(rows, [description(ours)], [description(each) for each in ranks], {})
+    assert (found.factor, found.named) == (1.0, ("a", "b"))
+
+
+def test_gradients_that_are_zero_show_no_common_factor() -> None:
+    ours = {name: drawn(number) for number, name in enumerate("abcde")}
+    theirs = {name: 2 * ours[name] if name in "ab" else drawn(9 + ord(name)) for name in ours}
+    zeros = {name: torch.zeros(64) for name in ("x", "y", "z")}
+    of_zeros = [{**row(name, 0, ours["a"], ours["a"]), "mean_baseline": 0.0, "std_baseline": 0.0} for name in zeros]
+    of_zeros = [{**each, "mean_target": 0.0, "std_target": 0.0, "rel_l2": 0.0} for each in of_zeros]
+    rows = [*(row(name, 0, ours[name], theirs[name]) for name in ours), *of_zeros]
+    found = judge_gradients(rows, [description(ours | zeros)], [description(theirs | zeros)], {})
+    assert (found.factor, found.named) == (1.0, tuple("abcde"))

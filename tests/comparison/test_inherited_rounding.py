@@ -76,6 +76,9 @@ def named(name: str, **parts: Any) -> dict[str, Any]:
         # In the first layer nothing had moved the cache.
         ([named("h.1.o", group="o"), named("h.0.o", group="o", added=0.07)], {}, False),
         ([named("h.1.o", group="o", added=2.1)], {}, False),
+        # Rounding makes no number infinite or NaN on one side alone.
+        ([named("h.1.o", group="o", added=0.0, ratio=float("inf"), floor=1e-3)], {}, False),
+        ([named("h.1.o", group="o", added=float("nan"), ratio=float("inf"), floor=1e-3)], {}, False),
         ([named("h.1.o", group="o", dtype="float32")], {}, False),
         # Rounding to 16 bits of either kind moves taps of both.
         ([named("h.1.o", group="o", dtype="float16")], {}, True),

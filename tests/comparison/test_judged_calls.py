@@ -657,6 +657,19 @@ def test_a_named_output_of_a_recording_clears_the_target_without_a_tap_of_that_n
     assert any(each.startswith("No recorded value is known to be") for each in comparison.remarks) == (output is None)
 
 
+@pytest.mark.parametrize(("shape", "is_other"), [((1, 8), False), ((1, 1), False), ((1, 9), True)])
+def test_an_input_that_no_call_of_the_target_has_in_its_shape_is_named(shape: tuple[int, int], is_other: bool) -> None:
+    inputs = [{"name": "ids", "side": "target", "tags": {"kind": "input"}, "shape": each} for each in ((1, 8), (1, 1))]
+    # The baseline's own rows are those of the recording.
+    session = Mock(frame=pd.DataFrame([*inputs, {**inputs[0], "side": "baseline", "shape": (1, 9)}]))
+    recorded = pd.DataFrame({"name": ["ids", "a"], "shape": [shape, (2,)]})
+    session.verdict.return_value = Verdict(found("a", "head"), 1)
+    comparison = judge_against_recording(session, Mock(frame=recorded, sketched=[]), [held()], JudgingChoice())
+    said = [each for each in comparison.remarks if "so they do different work" in each]
+    assert bool(said) == is_other
+    assert not said or said[0].startswith("The recorded call has ids of shape [1, 9], and the target's call [1, 1],")
+
+
 @pytest.mark.parametrize("own", [("bfloat16", 2e-3), None])
 def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any) -> None:
     session = Mock(frame=NO_ROWS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import namedtuple
+from collections import deque, namedtuple
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,37 @@ def test_arrays_texts_and_attributes_of_objects_are_compared() -> None:
     differences, left, *_ = compare_results(one, other)
     assert [each.path for each in differences if each.rel_l2] == ["[0].text", "[0].scores", "[3][1]"]
     assert left == []
+
+
+class Slotted:
+    __slots__ = ("_own", "logits", "loss")
+
+    def __init__(self, loss: float) -> None:
+        self.logits, self.loss, self._own = torch.ones(2), loss, 3
+
+
+class Stop(Enum):
+    LENGTH = "length"
+    TOKEN = "token"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "paths"),
+    [
+        (Slotted(0.5), Slotted(0.7), [".logits", ".loss"]),
+        (deque([1.0, torch.ones(1)]), deque([1.0, torch.zeros(1)]), ["[0]", "[1]"]),
+        ({3, 1}, frozenset({1, 4}), [""]),
+        ({"a", "b"}, {"a", "c"}, ["[0]", "[1]"]),
+        (Stop.LENGTH, Stop.TOKEN, [""]),
+    ],
+    ids=["slots", "queue", "set of numbers", "set of texts", "enum"],
+)
+def test_what_a_result_holds_in_slots_queues_sets_and_enums_is_compared(one: Any, other: Any, paths: list[str]) -> None:
+    assert list(named_tensors(one)) == paths
+    assert [each.rel_l2 for each in compare_results(one, one).differences] == [0.0] * len(paths)
+    assert compare_results(one, other).differences[-1].rel_l2 > 0
+    # Objects in a set have no order that both sides share.
+    assert not named_tensors({torch.ones(1), torch.ones(2)})
 
 
 def test_whole_numbers_in_lists_do_not_round() -> None:

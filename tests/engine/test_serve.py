@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from kit.examples import examples
 from kit.support import DEADLINE, wait_until
 
 from graftlab.engine import EagerRunner, Engine, build_model
-from graftlab.engine.server import Server
+from graftlab.engine import server as engine_server
+from graftlab.engine.server import ConfigureLogging, Server
 from graftlab.requests import RecordedRequest, RequestDumper, RequestLogging, configure_logging, load_dump
 
 pytestmark = pytest.mark.ranks
@@ -537,3 +539,18 @@ def test_a_second_signal_ends_the_waiting(local: Callable[..., Local]) -> None:
     server.thread.join(DEADLINE)
     assert (status, response["meta_info"]["finish_reason"]) == (200, "abort")
     assert recorded(server.folder)["last"].response["output_ids"] == response["output_ids"]
+
+
+def test_a_slow_disk_delays_no_other_request_while_logging_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[Any] = []
+
+    async def answer(*given: Any) -> None:
+        answered.append(given)
+
+    monkeypatch.setattr(engine_server, "configure", lambda logging, body: (logging, body, threading.get_ident()))
+    own: Any = SimpleNamespace(server=SimpleNamespace(requests="log"), request=SimpleNamespace(body=b"{}"))
+    own.answer = answer
+    asyncio.run(ConfigureLogging.post(own))
+    ((logging_, body, thread),) = answered
+    assert (logging_, body) == ("log", b"{}")
+    assert thread != threading.get_ident()

@@ -28,7 +28,7 @@ from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, S
 from graftlab.exchange.peers import Peer, Peers, RemoteStatusPage
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
 from graftlab.exchange.tcp import FrameWithPayload
-from graftlab.exchange.waiter_threads import _Waiter
+from graftlab.exchange.waiter_threads import WaiterThreads, _Waiter
 from graftlab.ranks import forkserver
 
 SEGMENT = PAGE + 64 * ALIGNMENT
@@ -305,7 +305,9 @@ def test_all_ranks_are_gone_once_each_was_lost_or_hung_up() -> None:
     peers, (first, second) = peers_of(a=RankStatus(), b=RankStatus())
     all_gone: Any = Peers.all_gone
     assert not all_gone.fget(peers)
+    assert Peers.lost(peers) == ""
     first.gone = "died"
+    assert Peers.lost(peers) == "target[0] died"
     assert not all_gone.fget(peers)
     second.channel.close()
     assert all_gone.fget(peers)
@@ -545,3 +547,16 @@ def test_a_waiting_thread_wakes_for_each_of_its_descriptors() -> None:
     finally:
         for descriptor in (each for pair in pipes for each in pair):
             os.close(descriptor)
+
+
+def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
+    reader, writer = os.pipe()
+    threads = WaiterThreads([reader])
+    assert not threads.wait(0)
+    threads.wake()
+    # Otherwise its next wait would be over at once.
+    assert not threads.wait(0)
+    os.write(writer, b"x")
+    assert not threads.wait(DEADLINE)
+    for descriptor in (reader, writer):
+        os.close(descriptor)

@@ -109,6 +109,8 @@ def test_a_sender_of_an_unreadable_frame_is_disconnected_and_named(
         assert not receipt.timed_out
         assert [record.levelname for record in caplog.records if f"baseline[0] {why}" in record.message] == ["ERROR"]
         assert f"baseline[0]: {why}" in receiver.exchange.where_peers_are()
+        assert receiver.exchange.lost_peers().startswith(f"baseline[0] {why}")
+        assert "baseline[1]" not in receiver.exchange.lost_peers()
         # The other end sees an end as well, so that it waits for nothing.
         hear(bad)
         assert bad.receive(key("up")).absent == {0: "target[0] died"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.grafters import GrafterWorld
+from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.diffs.results import named_tensors
@@ -305,6 +306,21 @@ def test_a_result_in_float32_is_measured_by_the_rounding_of_what_it_is_computed_
 def test_the_last_record_of_a_group_is_returned() -> None:
     found = graft(chain, keep=["layers.*.x"])
     assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)
+
+
+def test_the_last_record_is_none_that_activation_checkpointing_repeats() -> None:
+    def layer(name: str, x: torch.Tensor) -> torch.Tensor:
+        return gl.tap(name, x * 3).sin()
+
+    def two_layers() -> None:
+        x = torch.ones(4, requires_grad=True)
+        for name in ("layers.0.x", "layers.1.x"):
+            x = checkpoint(layer, name, x, use_reentrant=False)
+        x.sum().backward()
+
+    found = graft(two_layers, keep=["layers.*.x"])
+    assert len(found.added) == 4
+    assert torch.equal(found.last["layers.*.x"], torch.ones(4).mul(3).sin() * 3)
 
 
 def routed() -> torch.Tensor:

@@ -89,7 +89,10 @@ def test_without_room_on_the_disk_the_record_takes_memory(monkeypatch: pytest.Mo
 def test_a_record_travels_with_its_values() -> None:
     recorder = SelfGraftRecorder(1 << 20)
     recorder.take(("x", (), "none", 0), {"name": "x"}, torch.arange(4.0))
-    (read,) = pickle.loads(pickle.dumps(recorder.taps)).values()
+    sent = pickle.dumps(recorder.taps)
+    # Where it arrives, the file cannot be opened.
+    del recorder
+    (read,) = pickle.loads(sent).values()
     assert (read.place, read.tags) == (("x", (), "none", 0), {"name": "x"})
     assert read.value.equal(torch.arange(4.0))
 

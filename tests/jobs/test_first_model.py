@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError
 from graftlab.grafting.self_graft import CallKey, CountingHandler
+from graftlab.jobs import on_import
 from graftlab.jobs.job_log import _WarningForwarder
 from graftlab.jobs.on_import import watch_first_model
 from graftlab.taps.routing import handled_by
@@ -96,3 +97,16 @@ def test_warnings_alone_reach_the_handlers_of_the_job(caplog: pytest.LogCaptureF
     for level in (logging.INFO, logging.WARNING, logging.ERROR):
         forwarder.emit(logging.LogRecord("graftlab", level, "", 0, logging.getLevelName(level), None, None))
     assert [each.getMessage() for each in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_each_optimizer_of_the_model_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[Any] = []
+    hooks: list[Any] = []
+    monkeypatch.setattr(on_import, "watch_training", lambda *given: watched.append(given))
+    monkeypatch.setattr(on_import, "register_optimizer_step_pre_hook", hooks.append)
+    model = Scaled()
+    one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, Scaled()))
+    on_import._watch_optimizers(model)
+    for optimizer in (one, other, one, other):
+        hooks[0](optimizer, (), {})
+    assert watched == [(model, one)]

@@ -162,3 +162,20 @@ def test_a_connecting_rank_that_gives_up_leaves_nothing_open() -> None:
     assert rank.reports.empty()
     assert not os.path.exists(contact.socket)
     assert rank.connectors[0]._router.over.is_set()
+
+
+def test_a_rank_that_gives_up_after_it_was_connected_closes_its_links() -> None:
+    def sockets() -> set[tuple[str, str]]:
+        return {each for each in processes.descriptors() if each[1].startswith("socket:")}
+
+    before = sockets()
+    token = new_token()
+    ranks = [Rank(place, token=token) for place in PLACES]
+    for rank, contact in zip(ranks, [rank.contact() for rank in reversed(ranks)], strict=True):
+        rank.setup.add_contacts(Contacts((contact,)))
+    for rank in ranks:
+        wait_until(lambda rank=rank: len(rank.sent) > 1, "the connections")  # type: ignore[misc]
+    for rank in ranks:
+        rank.setup.abandon()
+        rank.await_end()
+    assert sockets() <= before

@@ -50,6 +50,9 @@ def test_only_values_masked_on_both_sides_are_left_out_of_the_difference() -> No
     assert _apart(x[2:], y[2:]) is None
     assert _apart(x, y[:3]) is None
     assert _apart(x.long(), y.long()) is None
+    # Numbers whose difference is infinite have no known distance.
+    huge = torch.tensor([1.7e308, -1e9], dtype=torch.float64)
+    assert _apart(huge, torch.tensor([-1.7e308, -1e9], dtype=torch.float64)) is None
 
 
 class Runs:
@@ -83,6 +86,11 @@ def test_values_that_are_not_masked_are_judged_by_the_largest_floor() -> None:
     assert names == ["masked"]
     assert found["added"].tolist() == [pytest.approx(0.1), 1e-9, 1e-9, 1e-9]
     assert found["ratio"].tolist() == [pytest.approx(100.0), 0.5, 0.5, 0.5]
+    # One rounding is no more than that, whatever was measured.
+    again: Any = Runs()
+    masked = pd.DataFrame([tap("masked", -1e9, 3.0)])
+    unmoved, _ = without_masked_values(again, masked, frame.assign(floor=0.0), None)
+    assert unmoved["ratio"].tolist()[0] == pytest.approx(0.1 * 2.0**24)
     (wanted,) = runs.asked
     assert (wanted.b2t, wanted.leaving) == ("True", "name == 'alone'")
     assert "masked" in str(wanted.keep)

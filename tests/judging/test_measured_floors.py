@@ -36,7 +36,8 @@ def test_floors_pool_the_taps_of_all_ranks_and_the_distance_to_higher_precision(
 
 
 def test_what_rounding_adds_up_to_is_the_most_of_any_rank_in_each_returned_value() -> None:
-    one = SelfGraft(outputs=[added("a", 0.3), added("b", 0.5, kind="grad")], returned={"": 1e-3, "x": 5e-3})
+    repeated = added("first", 0.1, recompute_status="recompute")
+    one = SelfGraft(outputs=[added("a", 0.3), added("b", 0.5, kind="grad"), repeated], returned={"": 1e-3, "x": 5e-3})
     other = SelfGraft(exact_outputs=[added("a", 0.4)], returned={"": 4e-3, "x": 2e-3, "y": 1e-3})
     found = floors(one, other)
     total = found.accumulated(None)

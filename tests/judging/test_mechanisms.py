@@ -252,6 +252,8 @@ def test_rows_without_a_measured_value_have_no_distance() -> None:
     # A gradient comes after the values, whatever its place.
     grad = tap("a", 9, 0.5, own={"kind": "grad"})
     assert _distance(to_frame([tap("a", 1, 1e-4), grad]), None) == pytest.approx(10)
+    repeated = tap("first", 2, 1e-2, own={"recompute_status": "recompute"})
+    assert _distance(to_frame([tap("a", 1, 1e-4), repeated]), None) == pytest.approx(10)
 
 
 @pytest.mark.parametrize(

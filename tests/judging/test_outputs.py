@@ -55,6 +55,15 @@ def test_parts_of_a_result_are_known_from_the_returned_values(path: str) -> None
     assert (found.name, found.whole) == ("output.norm", "")
 
 
+def test_no_value_that_activation_checkpointing_repeats_is_the_output() -> None:
+    frame = rows("layers.0", "layers.1", "head", "layers.1", "layers.0", "layers.0")
+    for place, tags in ((3, {"recompute_status": "recompute"}), (4, {"recompute_status": "recompute"})):
+        frame.at[place, "tags"] = {"name": frame["name"][place], **tags}
+    # Where a gradient is computed within the repetition, it is that of the tap.
+    frame.at[5, "tags"] = {"name": "layers.0", "kind": "grad", "recompute_status": "recompute"}
+    assert [each.group for each in find_outputs(frame, None)] == ["head", "layers.*@grad"]
+
+
 def test_a_chosen_output_is_used_unchanged() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
 

@@ -156,6 +156,32 @@ def test_the_effect_of_a_group_is_the_largest_at_any_measured_part(runs: Runs) -
     assert swaps_of(runs).causes(["a"], [], replace(OUTPUT, dtype="bfloat16"), 5.0).agrees
 
 
+def test_a_part_with_earlier_calls_among_the_groups_is_not_measured(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {}, (0, 4))
+    for calls, agrees in ((("part",), False), (("part", "part"), True)):
+        swaps = swaps_of(runs, (*NAMES, *calls))
+        swaps._selves[0].last["part"] = torch.ones(2)
+        runs.kept = lambda name: (torch.ones(2),) * 2 if name == "out" else (torch.full((2,), 1.5),) * 2
+        assert swaps.causes(["a", "part"], [], replace(OUTPUT, parts=(part,)), 5.0).agrees is agrees
+
+
+def test_the_output_is_shown_even_where_the_sides_would_wait_for_each_other(runs: Runs) -> None:
+    swaps_of(runs, ("b", "out", "a"), ("a", "b", "out"))._distances(["a"], [], [OUTPUT])(frozenset())
+    (filters,) = runs.filters
+    assert sides(filters, "a", "b", "out") == {"a": "b2t", "b": "", "out": "t2b"}
+
+
+def test_the_part_that_rounds_most_limits_how_far_the_output_may_be_off(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {"name": "part"}, (0, 4))
+    swaps = swaps_of(runs, (*NAMES, "part"))
+    (own,) = swaps._selves
+    own.last["part"] = torch.ones(2)
+    own.outputs = [row._replace(rel_l2=0.1, rel_max=0.1) if row.name == "out" else row for row in own.outputs]
+    found = swaps.causes(["a"], [], replace(OUTPUT, dtype="bfloat16", parts=(part,)), 5.0)
+    # In low precision rounding adds up to more than a mistake may, so less than the threshold agrees.
+    assert found.limit == pytest.approx(5 * 2.0**-8 / 0.1)
+
+
 def test_taps_are_in_the_order_in_which_a_rank_first_reaches_them(runs: Runs) -> None:
     (ours,), (theirs,) = swaps_of(runs, ("a", "b", "a"), ("b", "a", "b"))._orders()
     assert ours == {("a", None): 0, ("b", None): 1}
@@ -178,6 +204,7 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
     output = OutputTap("out", "out", "float32", {"layer": 1}, (3, 9))
     frame = pd.DataFrame(
         {"name": name, "tags": {"name": name, "layer": layer}, "error": error, "step": step, "order": 9}
+        | {"error_ratio": error / 1e-5}
         for name, layer, error, step in (
             *(("out", 1, 1e-3, 0), ("out", 1, 1e-7, 1), ("out", 2, 1e-3, 2), ("other", 1, 1e-3, 2)),
             ("out", 1, 1e-3, 3),
@@ -186,6 +213,12 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
     floors = AccumulatedFloors({("out", None): Floor(1e-5, 1e-4)}, {})
     assert earlier_steps(frame, output, floors, 5.0) == [0]
     assert earlier_steps(frame, output, floors, 1e6) == []
+    # Numbers that are finite on one side alone are left out of the error.
+    frame.loc[1, "error_ratio"] = math.inf
+    assert earlier_steps(frame, output, floors, 5.0) == [0, 1]
+    # So does an earlier call in the last step.
+    frame.loc[4, "order"] = 5
+    assert earlier_steps(frame, output, floors, 5.0) == [0, 1, 3]
 
 
 def test_an_output_without_a_record_on_a_rank_is_refused(runs: Runs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,21 @@ def test_no_line_is_sought_for_a_tap_that_adds_rounding_alone(runs: SimpleNamesp
     assert runs.searches == []
 
 
+def test_numbers_that_are_finite_on_one_side_alone_add_more_than_any_rounding(runs: SimpleNamespace) -> None:
+    for added in (0.0, math.nan):
+        runs.frame.loc[1, ["ratio", "added"]] = math.inf, added
+        assert lines("h.1").added == math.inf
+    # Whole numbers have no floor, and how far they are apart is known.
+    runs.frame.loc[1, ["added", "floor"]] = 0.4, 0.0
+    assert (lines("h.1").added, lines("h.1").floor) == (0.4, 0.0)
+
+
+def test_names_and_remarks_are_text_in_a_notebook() -> None:
+    shown = TapLines("<b>", 1e-3, 1e-6, (), ("x < y",))._repr_mimebundle_()["text/html"]
+    assert "&lt;b&gt;" in shown
+    assert "<p>x &lt; y</p>" in shown
+
+
 def test_a_tap_that_was_not_measured_is_refused_with_those_that_were(runs: SimpleNamespace) -> None:
     with pytest.raises(SessionError, match=r"no tap 'h\.2' was measured .*; did you mean 'h\.1', 'h\.0', 'h\.\*'\?"):
         lines("h.2")
@@ -111,7 +127,8 @@ def test_a_session_looks_for_lines_as_it_is_asked_to(monkeypatch: pytest.MonkeyP
     ("given", "begins"),
     [
         ((0.0, 1e-6, [], ()), "'x' adds no more than rounding"),
-        ((1e-3, 0.0, [], ()), "'x' adds no more than rounding"),
+        ((0.5, 0.0, [], ()), "'x' adds 0.5, and numbers of its dtype are not rounded. No operation was found"),
+        ((math.inf, 1e-6, [], ()), "'x' adds a difference above any rounding: numbers are finite, or not 0, on one"),
         ((1e-3, 1e-6, [], ()), "'x' adds 0.001, 1e+03 x the rounding of its dtype. No operation was found that causes"),
         ((1e-3, 1e-6, [], ("why",)), "'x' adds 0.001, 1e+03 x the rounding of its dtype.\nwhy"),
     ],

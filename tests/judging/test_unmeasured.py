@@ -64,7 +64,7 @@ def test_taps_that_the_request_of_higher_precision_does_not_reach_are_named() ->
 
 
 def test_a_tap_that_could_not_be_grafted_before_a_named_one_is_a_remark() -> None:
-    judged = pd.DataFrame({"order": [3, 5], "ratio": [20.0, 9.5]})
+    judged = pd.DataFrame({"step": 0, "order": [3, 5], "ratio": [20.0, 9.5]})
     rows = [row("fine", 1), row("after", 6, status="failed", error="x")]
     rows += [row(f"h.{n}.a", 4, status="failed", error="bad") for n in range(2)]
     assert not_grafted(frame_of(*rows), judged, 10.0) == []
@@ -75,8 +75,16 @@ def test_a_tap_that_could_not_be_grafted_before_a_named_one_is_a_remark() -> Non
     assert not_grafted(frame_of(*rows[:2]), judged, 9.0) == []
 
 
+def test_a_tap_of_an_earlier_step_is_before_a_named_one_whatever_its_place() -> None:
+    rows = frame_of(row("first", 1, 7), row("a", 9, 7, status="failed", error="bad"), row("named", 2, 8))
+    later = pd.DataFrame({"step": [1], "order": [2], "ratio": [20.0]})
+    assert not_grafted(rows, later, 9.0) != []
+    # A named tap of an earlier step inherits nothing from it.
+    assert not_grafted(frame_of(row("named", 2, 7), row("a", 1, 8, status="failed")), later.assign(step=0), 9.0) == []
+
+
 def test_shapes_that_do_not_fit_are_named_where_nothing_could_be_grafted() -> None:
-    judged = pd.DataFrame({"order": [5], "ratio": [20.0]})
+    judged = pd.DataFrame({"step": [0], "order": [5], "ratio": [20.0]})
     unfit = f"{DOES_NOT_FIT} of shape [2, 3] (rank 0) from [2, 4] (senders 0)"
     rows = [row("a", 1, status="failed", error=unfit), row("b", 2, status="failed", error="bad")]
     start = "a has the shape [2, 4] on the baseline and [2, 3] on the target. Nothing could be grafted there"

@@ -717,6 +717,12 @@ def test_differences_that_the_operands_dtype_cannot_hold_are_right() -> None:
     assert math.isfinite(worst(-3e38, 3e38, torch.float32))
 
 
+def test_the_axes_of_a_heatmap_have_whole_indices() -> None:
+    figure = plots.draw_difference_map(plots.difference_map(torch.zeros(3, 3), torch.eye(3)))
+    for axis in (axes(figure).xaxis, axes(figure).yaxis):
+        assert all(float(at).is_integer() for at in axis.get_majorticklocs())
+
+
 def test_mixed_dtypes_strides_and_gradients_are_fine() -> None:
     baseline = torch.randn(6, 5, 4, requires_grad=True).transpose(0, 2)
     target = baseline.detach().double().contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from graftlab.ranks.remote_functions import (
     bind_callee,
     call_in_float64,
     call_until_exception,
+    call_with_lent_weights,
     call_with_module_inputs,
     feed_batches,
     round_callee,
@@ -52,6 +55,20 @@ def test_a_call_that_raises_again_has_no_result() -> None:
 
     assert call_until_exception(fails) is None
     assert call_until_exception(lambda: 3) == 3
+
+
+def test_lent_weights_are_put_back_after_the_call(grafter: StandInGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def restoring() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("put back")
+
+    monkeypatch.setattr(grafter, "restoring_data", restoring, raising=False)
+    assert call_with_lent_weights(lambda: seen.append("call")) is None
+    assert seen == ["begin", "call", "put back"]
 
 
 def test_a_call_in_float64_computes_in_it() -> None:

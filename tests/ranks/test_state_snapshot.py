@@ -27,7 +27,9 @@ def write(at: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 3, 6])
-@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: deque([x]), lambda x: (x,), lambda x: {"k": x}])
+@pytest.mark.parametrize(
+    "hold", [lambda x: [x], lambda x: deque([x]), lambda x: (x,), lambda x: {"k": x}, lambda x: frozenset([x])]
+)
 def test_a_tensor_in_a_container_below_objects_is_brought_back(hold: Callable[[Any], Any], depth: int) -> None:
     tensor = torch.zeros(2)
     snapshot = StateSnapshot([nested(depth, hold(tensor)) if depth < 6 else nested(6, tensor)])

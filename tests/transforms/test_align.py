@@ -341,3 +341,9 @@ def test_all_rows_are_unmatched_if_senders_have_none_of_the_requests() -> None:
 )
 def test_tokens_may_be_in_these_dimensions(shape: tuple[int, ...], lengths: list[int] | None, readings: Any) -> None:
     assert _token_dims(torch.zeros(shape), 2, lengths, "the receiver") == readings
+
+
+@pytest.mark.parametrize(("lengths", "reason"), [(None, "which has 0 rows"), ([1, 1], "which fit neither")])
+def test_a_single_number_has_no_rows_to_pair(lengths: list[int] | None, reason: str) -> None:
+    with pytest.raises(TransformError, match=reason):
+        _token_dims(torch.tensor(1.0), 2, lengths, "the receiver")

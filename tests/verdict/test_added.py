@@ -342,3 +342,21 @@ def test_a_recomputation_by_one_side_is_a_separate_remark() -> None:
     # One that both sides have is compared as any other.
     (said,) = unseen_of(to_frame([row("x", status="failed", tags=again, error="bad")]))
     assert said == "1 tap (x) could not be compared (the transform failed): bad."
+
+
+@pytest.mark.parametrize(("of_group", "floor"), [(5e-6, 5e-6), (2e-5, 1e-6)])
+def test_a_tap_has_its_own_floor_only_where_its_group_has_many_times_that(of_group: float, floor: float) -> None:
+    rows = frame_of(row("h", 1e-5, numel=100, mean_abs=8e-6))
+    found = added_frame(rows, {"h": Floor(of_group, 1e-3)}, own={("h", None): Floor(1e-6, 1e-3)})
+    assert found["floor"].item() == floor
+
+
+def test_values_without_a_finite_number_are_reported_once() -> None:
+    (said,) = unseen_of(frame_of(row("x", None, nonfinite_baseline=4)))
+    assert said == "1 tap (x) has no pair of finite numbers."
+
+
+def test_calls_without_a_partner_are_counted_on_one_rank() -> None:
+    of_ranks = [row("h", rank=rank, order=order) for rank in (0, 1) for order in (1, 2)]
+    alone = [row("h", None, rank=rank, order=3, status="missing", side="target") for rank in (0, 1)]
+    assert unseen_of(frame_of(*of_ranks, *alone)) == ["1 tap (h): 1 of 3 calls is on the target only."]

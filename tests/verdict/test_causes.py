@@ -137,6 +137,9 @@ def test_groups_beyond_the_bound_are_swapped_together_and_reported() -> None:
     assert set(found.untested) == set(strength) - set(found.alone)
     moving = find_causes([*strength, "last"], additive(**strength, last=300.0), T, by_size=[*strength, "last"])
     assert moving.labels["last"] == "culprit"
+    # Those that were swapped alone, and moved nothing, have no part in it.
+    assert {moving.labels[group] for group in moving.alone if group != "big"} == {"minor"}
+    assert not moving.together
 
 
 def test_groups_beyond_the_bound_are_blamed_if_they_move_the_output_with_minor_ones() -> None:

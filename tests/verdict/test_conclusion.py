@@ -296,3 +296,10 @@ def test_a_row_of_no_numbers_has_no_difference() -> None:
     assert line.worst is None
     (line,) = tap_summaries([row("empty", rel_l2=None), row("empty", rank=1, rel_l2=0.5)])
     assert (line.row.rank, line.worst) == (1, 0.5)
+
+
+def test_a_call_without_a_partner_counts_only_if_nothing_newer_was_received() -> None:
+    received = [row("x", 1, 1, rank=1), row("x", 1, 5)]
+    alone = row("x", 1, 3, side="baseline", status="unmatched")
+    assert [each.row.status for each in tap_summaries([*received, alone])] == ["compared"]
+    assert [each.row.status for each in tap_summaries([*received, alone._replace(step=6)])] == ["unmatched"]

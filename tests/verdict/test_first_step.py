@@ -145,3 +145,11 @@ def test_a_value_that_is_not_finite_on_one_side_is_said_to_be_so() -> None:
     first = found({0: {}, 1: {1: math.nan}})
     assert first is not None
     assert first.sentence.endswith("differ from step 1 on, first at y (not finite on one side).")
+
+
+def test_a_tap_without_numbers_does_not_hide_that_a_later_one_differs() -> None:
+    empty = a_row(name="empty", step=1, order=-1, tags={"name": "empty"}, dtype="float32", numel=0, rel_l2=None)
+    frame = to_frame([*rows({0: {}, 1: {1: 0.5}}, ALL), empty])
+    first = first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0)
+    assert first is not None
+    assert first.step == 1

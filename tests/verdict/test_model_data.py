@@ -233,6 +233,9 @@ def test_the_data_of_a_run_are_those_before_weights_were_grafted() -> None:
     ]
     alone = data_of_run(to_frame([*compared, *step(6, "grafted", "x", "y")]), to_frame(compared), to_frame(grafted[1:]))
     assert (alone.grafted_from, alone.rows["name"].tolist()) == (None, ["w", "x", "y"])
+    # Weights that are grafted after the judged steps do not count.
+    later = to_frame([*step(3, "compared", "w"), *compared, *step(6, "grafted", "x", "y"), *step(7, "grafted", "w")])
+    assert data_of_run(later, to_frame(compared), to_frame(grafted[1:])).grafted_from is None
     without = data_of_run(run, to_frame(compared)[:0], to_frame(grafted))
     assert without.rows["status"].tolist() == ["compared", "grafted", "grafted"]
 

@@ -80,7 +80,8 @@ def given(name: str, ratio: float | None, argument: str = "first", **more: Any) 
 
 
 def test_a_module_that_agrees_from_equal_inputs_is_right() -> None:
-    found = origins(given("attn", 0.5), Tap("q", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5))
+    taps = Tap("embed", 0.5), given("attn", 0.5), Tap("q", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5)
+    found = origins(*taps)
     (origin,) = found.found
     assert (origin.is_itself, origin.given_to, origin.arguments, origin.before) == (False, "attn.o", ("first",), ("q",))
     assert origin.modules == {"baseline": "attn", "target": "attn"}

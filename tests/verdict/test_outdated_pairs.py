@@ -92,7 +92,14 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
         return outdated_pairs(to_frame(rows), plan, ["given"])
 
     assert found() == [OutdatedPair("b2", "t2", "same", 1e-7, 0.5)]
-    assert found(rel_l2=1e-6) == found(matched_by="rule") == found(match_rel=None) == found(match_rel=0.1) == []
+    assert (
+        found(rel_l2=None)
+        == found(rel_l2=1e-6)
+        == found(matched_by="rule")
+        == found(match_rel=None)
+        == found(match_rel=0.1)
+        == []
+    )
     # A row whose dtype this torch does not have is held to the limit of float32.
     assert found(dtype="float4_of_a_later_torch") == found()
 

@@ -178,6 +178,10 @@ def test_rows_of_requests_are_compared_in_any_order_where_wide_rows_show_it() ->
     # What is chosen for a request moves with its row, and not by itself.
     wrong = compare_returned([ours], [theirs(tokens=[4, 5, 6, 7, 8])], by_request=(5, 8)).differences
     assert [each.path for each in wrong if each.rel_l2] == ["['tokens']"]
+    # Of equal rows each has its own partner, so that none is left out.
+    equal, changed = hidden[[0, 0, 1, 2, 3]], hidden[[3, 0, 0, 1, 2]]
+    changed[2] *= 1.05
+    assert compare_returned([equal], [changed], by_request=(5, 8)).differences[0].rel_l2 > 0
     tokens = [{"tokens": [4, 5, 6]}], [{"tokens": [5, 4, 6]}]
     assert compare_returned(*tokens, by_request=(3, 8)).differences[0].rel_l2 > 0
     # Without requests, or with as many rows as no output has, places count.
@@ -355,6 +359,8 @@ def test_whole_numbers_that_rounding_turns_are_named() -> None:
     floors = AccumulatedFloors({}, {"": 0.2})
     (said,) = unexplained(returned=returned(("", 0.3, ("int64", "int64"))), floors=floors).turned()
     assert said.startswith("The returned value differs in whole numbers, by 0.3. Rounding alone would change some")
+    whole = returned(("", 0.3, ("int64", "int64")))
+    assert unexplained(returned=whole, floors=floors, values_left=["the returned value"]).turned() == []
     for value in (("", 3.0, ("int64", "int64")), ("", 0.3, PAIR), ("", 0.0, ("int64", "int64"))):
         assert unexplained(returned=returned(value), floors=floors).turned() == []
 
@@ -381,6 +387,9 @@ def test_an_inner_tap_with_few_wrong_rows_is_not_reported_if_the_output_agrees()
 def test_a_target_that_differs_in_another_run_at_other_taps_does_not_repeat_itself() -> None:
     found = unexplained(tap("x", 1, 1e-2), tap("y", 3))
     assert found.only_sometimes(frame_of(tap("x", 1, 2e-2), tap("y", 3)), None, 4) == []
+    # What a call writes was not looked at in the first run.
+    written = returned((written_path("cache"), 0.7, PAIR))
+    assert found.only_sometimes(frame_of(tap("x", 1, 2e-2), tap("y", 3)), written, 4) == []
     (said,) = found.only_sometimes(frame_of(tap("x", 1), tap("y", 3)), None, 4)
     assert said.startswith("The target does not repeat itself: it differed in the first run and agrees in run 4.")
     (said,) = found.only_sometimes(frame_of(tap("x", 1, 1e-2), tap("y", 3, 1e-2)), None, 4)
@@ -413,6 +422,10 @@ def test_a_last_call_of_one_side_alone_clears_nothing(fewer: str, more: str, sta
     assert said.startswith(f"The {fewer} makes fewer calls: 1 of the {more}'s 3 calls of out lacks a partner, the last")
     assert unexplained(*measured, alone, alone._replace(rank=1)).without_partner(None) == [said]
     assert len(unexplained(tap("out", 1), tap("y", 2), alone).without_partner("y", "out")) == 1
+    # The gradient of the first call comes last, and is no call.
+    grads = [each._replace(tags={**each.tags, "kind": "grad"}) for each in (alone._replace(order=4), tap("out", 5))]
+    assert unexplained(*measured, alone, *grads).without_partner(None) == [said]
+    assert unexplained(*measured, grads[0]).without_partner(None) == []
     # An earlier call without a partner is not the output.
     assert unexplained(tap("out", 1), tap("out", 4), alone).without_partner("out") == []
 
@@ -425,6 +438,9 @@ def test_the_last_tap_of_the_target_is_that_of_its_last_step() -> None:
     baseline = tap("b", 5, None, step=2, status="missing", side="baseline")
     (said,) = unexplained(alone, tap("x", 2), baseline).without_partner("x")
     assert "the target's last tap, out, has no partner" in said
+    # Activation checkpointing repeats earlier taps after the last one.
+    repeated = tap("x", 9, own={"recompute_status": "recompute"})
+    assert unexplained(tap("x", 1), tap("out", 2, None, status="unmatched"), repeated).without_partner("x")
 
 
 def test_returned_values_are_near_only_if_all_were_compared_and_are() -> None:

@@ -211,6 +211,8 @@ def test_the_dashboard_follows_a_run(screen: Screen) -> None:
     expect(board.locator(".gle tbody tr[data-tap]")).to_have_count(5)
     verdict = board.locator(".graftlab-verdict")
     expect(verdict).to_contain_text("first divergent: hidden layer=1 on target[0]")
+    # It is stated once.
+    expect(board.locator(".gle .headline")).to_be_hidden()
 
     # The conclusion names a step, and a newer one soon.
     seen = int(re.findall(r"steps? (\d+)", verdict.inner_text())[0])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graftlab import __main__ as command
-from graftlab.zoo import scoring
+from graftlab.zoo import faults, scoring
 from graftlab.zoo.controls import CONTROLS
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
 from graftlab.zoo.line_truth import LINES, has_line
@@ -251,3 +251,15 @@ def test_nothing_in_the_zoo_is_cleared_and_no_innocent_is_named() -> None:
     assert len(missed) <= 0.1 * len(located), missed
     assert {each.specimen.name: each.wrongly_confirmed for each in found if each.wrongly_confirmed} == {}
     assert [each.specimen.name for each in found if each.is_control and each.lines] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("AttentionsGradient", "attn"), ("MlpsGradient", "mlp"), ("RoutersGradient", "router")],
+)
+def test_a_gradient_that_is_not_summed_is_that_of_the_fault(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Math, "enter", lambda self, x, layer, which: -x)
+    wrong: Any = object.__new__(getattr(faults, f"{name}NotSummed"))
+    assert [each for each in ("attn", "mlp", "router") if wrong.enter(torch.ones(1), 0, each) > 0] == [of]
