@@ -17,8 +17,6 @@ from graftlab.verdict.added import measured_rows
 
 # The relative error that a factor may have: bfloat16 rounds by less.
 _TOLERANCE = 0.01
-# The least cosine of two gradients that differ only by a factor.
-_PARALLEL = 0.999
 _SHOWN = 4
 
 
@@ -62,14 +60,17 @@ def gradient_scaling(
 def _undone(
     frame: pd.DataFrame, grafted: pd.DataFrame, named: Sequence[str], baseline: int, target: int, threshold: float
 ) -> GradientScaling | None:
-    lines = list(zip(frame["group"], frame["ratio"], frame["error_ratio"], measured_rows(grafted), strict=True))
+    limits = threshold * frame["floor"]
+    lines = list(zip(frame["group"], frame["ratio"], frame["error_ratio"], limits, measured_rows(grafted), strict=True))
     # Only those that arise at the loss, because all others are computed from the baseline's.
-    of_values = [row for group, ratio, _, row in lines if kind_of_group(group) == "grad" and ratio > threshold]
+    of_values = [
+        (row, limit) for of, ratio, _, limit, row in lines if kind_of_group(of) == "grad" and ratio > threshold
+    ]
     if not of_values:
         return None
     of_ranks = target / baseline
-    by_ranks = baseline != target and any(_is_scaled(row, of_ranks) for row in of_values)
-    factor = of_ranks if by_ranks else _times(of_values[0])
+    by_ranks = baseline != target and any(_is_scaled(row, of_ranks, limit) for row, limit in of_values)
+    factor = of_ranks if by_ranks else _times(of_values[0][0])
     if not factor > 0:
         return None
     explained = {"grad": factor, "param_grad": 1 / factor}
@@ -78,10 +79,11 @@ def _undone(
         kind = kind_of_group(group)
         if kind not in explained:
             continue
-        own = [(ratio, error, row) for of, ratio, error, row in lines if of == group]
-        rows = [row for ratio, _, row in own if ratio > threshold or kind == "param_grad"]
-        agree = by_ranks or kind == "grad" or all(error <= threshold for _, error, _ in own)
-        if agree and len({row["rank"] for row in rows}) == target and all(_is_scaled(r, explained[kind]) for r in rows):
+        own = [line for line in lines if line[0] == group]
+        rows = [(row, limit) for _, ratio, _, limit, row in own if ratio > threshold or kind == "param_grad"]
+        agree = by_ranks or kind == "grad" or all(error <= threshold for _, _, error, _, _ in own)
+        are_scaled = all(_is_scaled(row, explained[kind], limit) for row, limit in rows)
+        if agree and are_scaled and len({row["rank"] for row, _ in rows}) == target:
             found[kind].append(group)
     if not all(found.values()):
         return None
@@ -203,13 +205,13 @@ def norms_of(row: Mapping[str, Any]) -> tuple[float, float]:
     return before, after
 
 
-def _is_scaled(row: Mapping[str, Any], factor: float) -> bool:
-    """Whether the target's tensor is the baseline's times this factor, up to rounding."""
+def _is_scaled(row: Mapping[str, Any], factor: float, limit: float) -> bool:
+    """Whether the target's tensor is the baseline's times about this factor, and the rest is within ``limit``."""
     before, after = norms_of(row)
     if before == after == 0:
         return True  # as the gradients of weights that nothing depends on
-    is_parallel = row["cosine"] is not None and row["cosine"] > _PARALLEL
-    return is_parallel and abs(after - factor * before) <= _TOLERANCE * factor * before
+    is_near = abs(after - factor * before) <= _TOLERANCE * factor * before
+    return is_near and left_over(row, best_factor(row)) <= limit
 
 
 def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:
