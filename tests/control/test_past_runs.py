@@ -49,6 +49,9 @@ def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     store = RowStore(a_run(tmp_path, "open", 3), append=True)
     os.utime(tmp_path / "open" / "rows.jsonl", (0, 0))
     (tmp_path / "mine").mkdir()
+    # A person's own folder, into which the rows of a run were copied.
+    (tmp_path / "mine" / "rows.jsonl").touch()
+    os.utime(tmp_path / "mine" / "rows.jsonl", (0, 0))
     (tmp_path / "link").symlink_to(a_run(tmp_path / "elsewhere", "old", 9))
     assert prune(tmp_path, gib=0, days=0) == []
     assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [("open", True), ("new", False)]

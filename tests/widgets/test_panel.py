@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ipywidgets as widgets
 import pytest
@@ -385,6 +386,11 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
     assert panel._next_snapshot < math.inf
     panel._renew_snapshot((True, 2, True, 3), True)
     assert taken == ["in background", "all", "all"]
+    # After one that failed, others still follow.
+    panel.static_html, panel._next_snapshot = Mock(side_effect=ValueError("no figure")), math.inf
+    with pytest.raises(ValueError, match="no figure"):
+        panel._take_snapshot()
+    assert panel._next_snapshot < math.inf
 
 
 def test_a_menu_keeps_its_choice_or_takes_the_first_and_none_of_no_options() -> None:
