@@ -102,6 +102,14 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     _are_as_before(returned)
 
 
+def test_the_score_shows_a_line_that_was_wrongly_confirmed() -> None:
+    wrong = SimpleNamespace(side="target", stack=["model.py:3"], source="y = x")
+    scored = SimpleNamespace(is_control=False, specimen=next(each for each in FAULTS if has_line(each)), lines=[wrong])
+    for place in (None, 2):
+        each: Any = SimpleNamespace(**vars(scored), wrongly_confirmed=[wrong], place_of_line=place)
+        assert scoring._line_of_source(each).endswith("\n    WRONGLY CONFIRMED: model.py:3 y = x")
+
+
 def test_the_norm_of_torch_adds_the_same_epsilon_as_ours() -> None:
     # Epsilon is most of the norm of such small numbers.
     x, weight = 1e-4 * torch.linspace(-1, 1, 32), torch.ones(32)
