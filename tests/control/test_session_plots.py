@@ -195,6 +195,20 @@ def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [("h", {"layer": 3, "side": "baseline", "rank": 1, "step": 4})] * 2
 
 
+def test_a_figure_has_a_canvas_only_where_that_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divergence(frame: Any, **options: Any) -> NotebookFigure:
+        figure = NotebookFigure()
+        figure.add_subplot()
+        return figure
+
+    monkeypatch.setattr(plots, "divergence", divergence)
+    frame = to_frame([row("h", rel_l2=0.5)])
+    for options, has_canvas in (({}, True), ({"noise_floor": None}, False), ({"value": "max_abs"}, False)):
+        figure = session_plots._divergence_of_step(Mock(), frame, 0, dict(options))
+        assert isinstance(figure, NotebookFigure)
+        assert (figure.interactive is not None) == has_canvas
+
+
 def test_a_tap_of_the_canvas_leads_to_the_pair_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     for name in ("heatmap", "histogram"):
