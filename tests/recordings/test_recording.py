@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -111,6 +112,21 @@ def test_extras_that_cannot_come_back_are_left_out_with_a_warning(tmp_path: Path
     assert [found for _, _, found in recording.taps(0)] == [None]
 
 
+def test_taps_whose_names_or_tags_json_lacks_are_left_out_and_others_stay(tmp_path: Path) -> None:
+    def job() -> None:
+        with gl.record(tmp_path):
+            gl.tap("half \ud800", torch.ones(1))
+            gl.tap("x", torch.ones(1), text="half \ud800")
+            gl.tap("y", torch.ones(1), seed=1 << 80)
+
+    with pytest.warns(gl.GraftWarning, match="cannot be written as JSON") as said:
+        job()
+    assert len(said) == 2
+    recording = gl.Recording(tmp_path)
+    assert recording.frame[["name", "seed"]].values.tolist() == [["y", 1 << 80]]
+    assert [each.partition(":")[0] for each in recording.left_out] == ["tap 'half \\ud800'", "tap 'x'"]
+
+
 def test_what_checkpointing_computes_again_is_recorded_once(tmp_path: Path) -> None:
     x = torch.ones(2, requires_grad=True)
     with gl.record(tmp_path), pytest.warns(gl.GraftWarning, match="backward pass recomputes the forward pass"):
@@ -153,6 +169,23 @@ def record_ranks(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int, **tap
         monkeypatch.setenv("RANK", str(rank))
         with gl.record(folder):
             gl.tap("x", torch.ones(2), **tap)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("s[cp] h[tp]", [("cp", 2), ("tp", 2)]),
+        # Its ranks are in another order than the sizes alone would say.
+        ("s[tp] h[cp]", None),
+    ],
+)
+def test_the_sizes_of_a_layouts_axes_are_recorded_where_they_suffice(
+    layout: str, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_MESH", "cp=2, tp=2")
+    record_ranks(monkeypatch, tmp_path, 4, layout=layout)
+    lines = [msgspec.json.decode(index_of(tmp_path).read_bytes().splitlines()[0])]
+    assert [line["layout"] for line in lines] == [{"text": layout, "mesh": mesh and [*map(list, mesh)]}]
 
 
 @pytest.mark.filterwarnings("ignore::graftlab.GraftWarning")
@@ -381,12 +414,16 @@ def test_a_folder_is_recorded_to_once(tmp_path: Path) -> None:
     assert gl.tap("x", 1) == 1
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shard", [1, writer._SHARD], ids=["in between", "at the end"])
+@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "full"), RuntimeError("No space left on device")])
+def test_a_full_disk_ends_the_recording_and_not_the_job(
+    problem: Exception, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(tensors: object, path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise problem
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    monkeypatch.setattr(writer, "_SHARD", 1)
+    monkeypatch.setattr(writer, "_SHARD", shard)
 
     def job() -> None:
         with gl.record(tmp_path):
@@ -459,8 +496,11 @@ def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monk
         shown.append((grafter.next_step, name, value.tolist(), extras, layout, tags))
 
     monkeypatch.setattr(calls, "tap", tap)
-    monkeypatch.setattr(grafter, "patiently", contextlib.nullcontext, raising=False)
+    patience = Mock(side_effect=contextlib.nullcontext)
+    monkeypatch.setattr(grafter, "patiently", patience, raising=False)
     assert recording("for the other side", other=1) == 2
+    # It is ahead of a side that computes.
+    patience.assert_called_once_with()
     (first, second), (_, _, _, extras, layout, _) = shown, shown[0]
     assert (first[:3], first[5]) == ((1, "x", [1.0, 1.0]), {"layer": 3})
     assert extras["ids"].tolist() == [0, 1]
