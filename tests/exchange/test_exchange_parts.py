@@ -255,6 +255,16 @@ def test_memory_is_returned_once_however_often_it_is_released() -> None:
     assert released == ["once"]
 
 
+def test_programs_that_this_process_starts_inherit_no_connection() -> None:
+    ours, theirs = socket.socketpair()
+    # As one that came over another socket is.
+    ours.set_inheritable(True)
+    channel = SocketChannel(ours)
+    assert not os.get_inheritable(channel.fileno())
+    channel.close()
+    theirs.close()
+
+
 def test_whole_frames_arrive_as_one_bundle_and_a_part_waits_for_its_rest() -> None:
     raw, end = socket.socketpair()
     channel = SocketChannel(end)

@@ -41,6 +41,8 @@ class Runs:
     def __init__(self) -> None:
         self.count = 0
         self.remarks: list[str] = []
+        self.sent: list[str] = []
+        """The ranks to which the newest plan was sent."""
         self.runs = self.plans = self
 
     def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
@@ -50,7 +52,8 @@ class Runs:
 
     def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def send_to(self, rank: AttachedRankHandle) -> None: ...
+    def send_to(self, rank: AttachedRankHandle) -> None:
+        self.sent.append(rank.label)
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -137,6 +140,8 @@ def test_a_world_is_set_up_when_every_rank_is_ready_and_starts_when_all_are_link
     assert jobs.heard(0) == []
     jobs.link(1, 2)
     assert [begun(jobs.heard(number)).first_step for number in range(3)] == [100] * 3
+    # A newer one may have been published since the world was set up.
+    assert jobs.runs.sent == ["baseline[0]", "target[0]", "target[1]"]
     assert [rank.generation for rank in jobs.ranks] == [1, 1, 1]
     assert jobs.runs.remarks == []
 
