@@ -89,7 +89,7 @@ class SessionPlots:
         """
         frame = newest_run(self._session.frame, internals_of(self._session).set_aside)
         if steps is not None and len(frame):
-            chosen = frame[(frame["step"] >= steps.start) & (frame["step"] < steps.stop)]
+            chosen = frame[frame["step"].isin([step for step in frame["step"].unique().tolist() if step in steps])]
             if not len(chosen):
                 is_open = steps.stop == sys.maxsize
                 raise _no_rows(frame, f"step {steps.start}{' or later' if is_open else f' to {steps.stop - 1}'}")

@@ -73,6 +73,8 @@ class RecordedSide(ABC):
 
     def tensor(self, name: str, *, rank: int = 0, step: int = 0, **tags: Any) -> torch.Tensor:
         """Return the first tensor with this name and these tags. Raises :class:`RecordingError` if none exists."""
+        if not 0 <= rank < self.world_size:
+            raise RecordingError(f"{self.folder} is of {counted(self.world_size, 'rank')}, and has no rank {rank}")
         for entry in self._ranks[rank][0]:
             same = all(entry.tags.get(tag) == value for tag, value in tags.items())
             if entry.name == name and entry.step == step and same:

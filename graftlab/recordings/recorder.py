@@ -92,6 +92,9 @@ class TapRecorder:
         if full["recompute_status"] == "recompute":
             self._leave_out(f"tap {name!r} where the backward pass recomputes the forward pass")
             return
+        if unwritable := _unwritable(name, own):
+            self._leave_out(f"tap {name!r}: {unwritable}")
+            return
         shown = value() if callable(value) and not isinstance(value, torch.Tensor) else value
         tensor = plain_tensor(shown)
         if isinstance(tensor, str):
@@ -140,6 +143,15 @@ class TapRecorder:
         if self._writer.error is not None and not self._told:
             self._told = True
             warn(f"the recording ended: {self._writer.error}; the job continues")
+
+
+def _unwritable(name: str, tags: Mapping[str, Any]) -> str:
+    """Why the index cannot have a tap of this name and these tags; blank if it can."""
+    try:
+        msgspec.json.encode((name, tags))
+    except (ValueError, TypeError, OverflowError) as error:  # such as half a surrogate pair
+        return f"its name or a tag cannot be written as JSON ({error})"
+    return ""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ _WAITING = 256 << 20
 _SHARD = 64 << 20
 # Files that may wait for fdatasync: enough to keep the disk busy, and few enough to notice a full disk soon.
 _UNSYNCED = 2
+# What ends a recording, and not the job.
+_FAILURES = (OSError, RuntimeError, ValueError, TypeError)
 # The dtypes that every reader of safetensors knows.
 _COMMON = frozenset(
     {
@@ -124,7 +126,7 @@ class RecordingWriter:
                 self._flush()
                 self._disk.wait(0)
                 self._append(self._chain.sealed(IndexEnd(self._taps, steps, left_out)))
-            except OSError as error:
+            except _FAILURES as error:
                 self._fail(error)
         self._disk.close()
         self._index.close()
@@ -139,7 +141,7 @@ class RecordingWriter:
             if self.error is None:
                 try:
                     self._add(tap)
-                except (OSError, RuntimeError, ValueError, TypeError) as error:
+                except _FAILURES as error:
                     self._fail(error)
             with self._changed:
                 self._waiting -= tap.nbytes

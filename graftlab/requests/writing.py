@@ -220,13 +220,14 @@ class DumpWriter:
             except queue.Empty:
                 order = None
             notes: list[Note] = []
-            path = None
+            path, done = None, False
             try:
                 path = self._obey(order, notes)
+                done = not self._held
             except BaseException as error:  # recorded objects may raise anything, wherever they are used
                 notes.append((logging.ERROR, f"requests wait because the writer failed: {type(error).__name__}"))
             if order is not None:
-                order.reply.put(Answer(not self._held, path, notes))
+                order.reply.put(Answer(done, path, notes))
             if notes and (order is None or order.log_here):
                 # A separate thread, because it may have to wait for the log's lock.
                 with contextlib.suppress(RuntimeError):  # no thread can be started, and requests matter more than logs

@@ -6,12 +6,13 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from graftlab.base import files
-from graftlab.base.files import open_regular, opened, read_all
+from graftlab.base.files import open_regular, opened, others_can_write, read_all
 
 
 @pytest.fixture
@@ -68,3 +69,35 @@ def test_folders_and_what_is_refused_are_closed_again(tmp_path: Path, left_open:
         assert left_open == {file.fileno()}
     # The file closes itself.
     left_open.clear()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o700, False), (0o755, False), (0o757, True), (0o1777, True)])
+def test_a_folder_is_others_to_write_by_its_mode(mode: int, expected: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(mode)
+    assert others_can_write(tmp_path) == expected
+
+
+def test_a_folder_that_belongs_to_another_user_is_theirs_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = tmp_path.stat().st_uid + 1
+    monkeypatch.setattr(files.os, "getuid", lambda: 12_345)
+    monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_uid=owner, st_mode=0o40700, st_gid=0))
+    assert others_can_write(tmp_path)
+
+
+@pytest.mark.parametrize(("group", "expected"), [("me", False), ("team", True), (None, True)])
+def test_a_group_can_write_into_a_folder_unless_it_is_this_users_alone(
+    group: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named(number: int) -> SimpleNamespace:
+        if group is None:
+            raise KeyError(number)
+        return SimpleNamespace(gr_name=group)
+
+    monkeypatch.setattr(files.grp, "getgrgid", named)
+    monkeypatch.setattr(files.pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
+    tmp_path.chmod(0o770)
+    assert others_can_write(tmp_path) == expected
+    tmp_path.chmod(0o750)
+    assert not others_can_write(tmp_path)

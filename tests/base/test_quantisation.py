@@ -66,7 +66,7 @@ def test_each_number_is_multiplied_by_the_scale_of_its_block(
     torch.testing.assert_close(found, codes.float() * each)
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (80,), (48, 80, 1), (0, 1), (7, 1)])
+@pytest.mark.parametrize("shape", [(5, 3), (80,), (3,), (48, 80, 1), (0, 1), (7, 1)])
 def test_a_scale_of_another_shape_does_not_fit(shape: tuple[int, ...]) -> None:
     codes = VALUES.to(FP8)
     assert by_extras(codes, {SCALE: torch.ones(shape)}) is codes
@@ -108,6 +108,7 @@ def test_float8_codes_in_a_class_keep_their_name() -> None:
     assert stored_codes(Int8Tensor(VALUES.to(FP8), torch.ones(48, 1))) == FP8
     # Their packed codes may have any dtype.
     assert stored_codes(Int8Tensor(torch.zeros(48, 10, dtype=torch.int32), torch.ones(48, 1))) == torch.int8
+    assert stored_codes(Int8Tensor(torch.zeros(48, 40, dtype=torch.uint8), torch.ones(48, 1))) == torch.int8
 
 
 def test_numbers_of_4_bits_come_from_the_library_that_packed_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import gc
 import linecache
+import math
 import sys
 import threading
 import warnings
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from graftlab.base import sources
-from graftlab.base.sources import parse, parse_expression
+from graftlab.base.sources import literal, parse, parse_expression
 
 
 class Cycle:
@@ -100,3 +101,19 @@ def test_everything_of_ours_is_read_here() -> None:
     package = Path(sources.__file__).parent.parent
     found = [path for path in package.rglob("*.py") if "ast.parse(" in path.read_text()]
     assert found == [Path(sources.__file__)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, -0.5, math.inf, -math.inf, True, None, "", "a", (), ("a",), ("a", (1, 2.5))),
+        *("one\ntwo", 'two\nquoted"', 'a\n"""b"""', "back\\slash\n", "carriage\r\nreturn", "\n", '\n"'),
+    ],
+)
+def test_a_value_of_a_plan_is_written_as_an_expression_that_gives_it(value: object) -> None:
+    assert eval(literal(value)) == value
+    assert type(eval(literal(value))) is type(value)
+
+
+def test_nan_is_written_as_an_expression_too() -> None:
+    assert math.isnan(eval(literal(math.nan)))

@@ -227,6 +227,17 @@ def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: flo
     )
 
 
+def test_a_gradient_that_cannot_be_added_up_does_not_hide_a_missing_reduction() -> None:
+    whole, parts = drawn(0), [drawn(1), drawn(2)]
+    ranks, rows = [], []
+    for rank, part in enumerate(parts):
+        # A shard, for example.
+        ranks.append(description({"a": whole[:8], "w": part}))
+        rows += [row("a", rank, whole, 2 * whole), row("w", rank, parts[0] + parts[1], part)]
+    found = judge_gradients(rows, [description({"a": whole, "w": parts[0] + parts[1]})], ranks, {})
+    assert found.sentences[0].startswith("The target's ranks 0-1 sum to the baseline's gradient of w, and each has")
+
+
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_ranks_that_clip_their_parts_lack_a_reduction_unless_it_follows_the_backward(is_reduced: bool) -> None:
     draw = torch.Generator().manual_seed(0)

@@ -601,9 +601,12 @@ def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
     compiled = SimpleNamespace(verdict=Verdict(findings, 3), untapped=untapped, floor=1e-7)
     session = Mock()
     session.compare_compiled.return_value = compiled
-    monkeypatch.setattr(functions, "launch", lambda **options: session)
-    made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0)
+    launched = Mock(return_value=session)
+    monkeypatch.setattr(functions, "launch", launched)
+    where = {"device": "cpu", "timeout": 9.0, "folder": "here"}
+    made = compare_with_compiled(FunctionInFile("a.py", "f"), None, {"backend": "eager"}, threshold=5.0, **where)
     assert made == (session, compiled, answer)
+    assert launched.call_args == call(baseline=1, target=1, **where)
     # Both sides hold the function's call before it is judged.
     (defined,) = {*session.run.call_args.args}
     assert (defined.func, defined.args) == (define_call, (FunctionInFile("a.py", "f"), None, None))

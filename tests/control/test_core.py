@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -366,12 +367,49 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_is(
         Queries(3600.0).ask(ranks[1].rank, AskStacks(), Stacks)
 
 
+def test_a_rank_that_is_gone_is_not_waited_for_and_no_question_is_remembered(
+    ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries_module, "_ANSWER_TIMEOUT", 0.01)
+    queries, gone = Queries(0.01), ranks[1].rank
+    gone.alive, gone._ended = False, "killed by SIGKILL"
+    with pytest.raises(SessionError, match=r"target\[0\] cannot answer \(killed by SIGKILL\)"):
+        queries.ask(gone, AskKeptTags(False), KeptTags)
+    assert not queries._answers
+
+
 def test_a_wait_that_ends_while_others_are_ended_is_no_error() -> None:
     queries, rank, told = Queries(60.0), MagicMock(), []
     answered: Any = MagicMock(put=lambda answer: told.append(answer) or queries._answers.pop(2, None))
     queries._answers.update({1: (rank, answered), 2: (MagicMock(), answered)})
     queries.note_gone(rank)
     assert len(told) == 1
+
+
+# ---- the taps that were reached -------------------------------------------------------------------------------------
+
+
+def test_taps_are_listed_as_the_filters_of_each_plan_see_them() -> None:
+    catalog = TapCatalog()
+    for side, name in (("baseline", "h"), ("target", "model.h")):
+        for part in range(2):
+            tags = {"name": name, "step": 0, "side": side, "rank": part, "tp_rank": part}
+            rank: Any = SimpleNamespace(place=SimpleNamespace(side=side))
+            catalog.note(TapSeen({**tags, "recompute_status": "original"}), rank)
+
+    def listed(plan: GraftPlan) -> list[tuple[Any, Any]]:
+        return [(tags["name"], tags["tp_rank"]) for tags in catalog.all(plan)]
+
+    apart = [("h", 0), ("h", 1), ("model.h", 0), ("model.h", 1)]
+    assert listed(GraftPlan()) == apart
+    assert listed(GraftPlan(rename={"target": {r"^model\.": ""}})) == [("h", 0), ("h", 1)]
+    assert listed(GraftPlan(pairs=[("h", "model.h")])) == [("h", 0), ("h", 1)]
+    assert listed(GraftPlan()) == apart
+    # One name, of another tap on each side.
+    for side in ("baseline", "target"):
+        rank.place.side = side
+        catalog.note(TapSeen({**tags, "name": "x", "side": side}), rank)
+    assert listed(GraftPlan(rename={"target": {"^x$": "y"}}))[-2:] == [("x", 1), ("y", 1)]
 
 
 # ---- kept pairs -----------------------------------------------------------------------------------------------------

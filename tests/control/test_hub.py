@@ -157,13 +157,18 @@ def test_a_full_socket_wakes_the_hub(ranks: list[TalkingRank]) -> None:
 
 
 @pytest.mark.usefixtures("endless_rests")
-def test_the_end_of_a_rank_ends_a_rest(ranks: list[TalkingRank]) -> None:
-    sink = RecordingSink()
+def test_the_end_of_a_rank_ends_a_rest_and_its_programs(
+    ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, ended = RecordingSink(), list[str]()
+    for each in ranks:
+        monkeypatch.setattr(each.rank, "end_programs", lambda label=each.rank.label: ended.append(label))
     with hearing(ranks, sink):
         ranks[1].line.row(a_row(order=1))
         assert sink.next(1) == [row(1)]
         ranks[2].die()
         assert sink.next(1) == [("target[1]", "gone")]
+        assert ended == ["target[1]"]
     assert not ranks[2].rank.alive
     assert ranks[1].rank.alive
 

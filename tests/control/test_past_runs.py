@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,6 +40,8 @@ def test_the_oldest_go_first_until_the_rest_fit(tmp_path: Path) -> None:
     for name, days in (("b", 2), ("c", 1), ("a", 3)):
         a_run(tmp_path, name, days)
     assert left(tmp_path) == ["a", "b", "c"]
+    exactly = sum(each.bytes for each in find_runs(tmp_path))
+    assert prune(tmp_path, gib=exactly / 2**30) == []
     assert [each.folder.name for each in prune(tmp_path, gib=2.5 * MIB / 2**30)] == ["a"]
     assert left(tmp_path) == ["b", "c"]
     assert [each.folder.name for each in prune(tmp_path, days=1.5)] == ["b"]
@@ -49,12 +53,34 @@ def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     store = RowStore(a_run(tmp_path, "open", 3), append=True)
     os.utime(tmp_path / "open" / "rows.jsonl", (0, 0))
     (tmp_path / "mine").mkdir()
+    # A person's own folder, into which the rows of a run were copied.
+    (tmp_path / "mine" / "rows.jsonl").touch()
+    os.utime(tmp_path / "mine" / "rows.jsonl", (0, 0))
     (tmp_path / "link").symlink_to(a_run(tmp_path / "elsewhere", "old", 9))
     assert prune(tmp_path, gib=0, days=0) == []
     assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [("open", True), ("new", False)]
     store.close()
     assert [each.folder.name for each in prune(tmp_path, gib=0)] == ["open"]
     assert (tmp_path / "elsewhere" / "old" / "rows.jsonl").exists()
+
+
+def test_a_run_that_another_process_opens_or_removes_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a_run(tmp_path, "opened", 3)
+    a_run(tmp_path, "removed", 3)
+    found = find_runs(tmp_path)
+    store = RowStore(tmp_path / "opened", append=True)
+    os.utime(tmp_path / "opened" / "rows.jsonl", (0, 0))
+    shutil.rmtree(tmp_path / "removed")
+    monkeypatch.setattr(past_runs, "find_runs", lambda *_: found)
+    assert prune(tmp_path, gib=0) == []
+    assert not caplog.records
+    store.close()
+    monkeypatch.undo()
+    # Between two looks at it.
+    monkeypatch.setattr(past_runs, "_is_open", Mock(side_effect=FileNotFoundError))
+    assert find_runs(tmp_path) == []
 
 
 def test_a_closed_run_is_looked_at_again_only_if_rows_were_written(

@@ -54,6 +54,13 @@ def test_an_edit_that_changes_nothing_is_none_to_undo(plans: Plans) -> None:
     assert plans.wanted("redo").b2t == "layer == 1"
 
 
+def test_an_edit_while_a_plan_is_lent_is_undone_to_the_plan_before_both(plans: Plans) -> None:
+    own = edit(plans, b2t="layer == 1")
+    plans.publish_temporary(own.edit(b2t="True"))
+    edit(plans, b2t="layer == 2")
+    assert plans.wanted("undo").b2t == "layer == 1"
+
+
 def test_a_lent_plan_equal_to_the_one_before_is_restored_as_a_new_version(plans: Plans) -> None:
     own = edit(plans, compare="True")
     plans.restore(as_new=True)

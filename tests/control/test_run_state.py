@@ -122,6 +122,10 @@ def test_ranks_that_run_when_another_fails_are_marked_and_those_of_its_side_foun
     assert state.left_on_failed_sides() == []
     state.note_done(base, ENDED)
     assert state.left_on_failed_sides() == []
+    # The ranks of a side need not end together.
+    other, (_, early, _) = state_of()
+    other.note_done(early, ENDED)
+    assert other.left_on_failed_sides() == []
     state.note_done(first, failed())
     assert state.left_on_failed_sides() == [second]
     assert state.mark_stopped() == [second]

@@ -19,6 +19,7 @@ from graftlab import plots
 from graftlab.control import session_plots
 from graftlab.control.core import SessionCore
 from graftlab.control.session_plots import SessionPlots
+from graftlab.plots.style import NotebookFigure
 from graftlab.rows.store import to_frame
 from graftlab.session import Session
 
@@ -180,6 +181,9 @@ def test_the_figure_of_a_step_says_what_other_steps_have(monkeypatch: pytest.Mon
     assert given[2][1] == {"ax": ax, "noise_floor": None}
     with pytest.raises(gl.SessionError, match="run 4 has no rows of step 9; it has rows of steps 0 to 2"):
         figures.divergence(step=9)
+    # During a run the last step may still lack taps.
+    plots_of(frame=to_frame(rows), runs=[SimpleNamespace(done=False)]).divergence()
+    assert given[-1][0]["name"].tolist() == ["b"]
 
 
 def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,12 +195,47 @@ def test_a_row_leads_to_the_pair_of_its_rank(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [("h", {"layer": 3, "side": "baseline", "rank": 1, "step": 4})] * 2
 
 
+def test_a_figure_has_a_canvas_only_where_that_shows_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def divergence(frame: Any, **options: Any) -> NotebookFigure:
+        figure = NotebookFigure()
+        figure.add_subplot()
+        return figure
+
+    monkeypatch.setattr(plots, "divergence", divergence)
+    frame = to_frame([row("h", rel_l2=0.5)])
+    for options, has_canvas in (({}, True), ({"noise_floor": None}, False), ({"value": "max_abs"}, False)):
+        figure = session_plots._divergence_of_step(Mock(), frame, 0, dict(options))
+        assert isinstance(figure, NotebookFigure)
+        assert (figure.interactive is not None) == has_canvas
+
+
+def test_a_tap_of_the_canvas_leads_to_the_pair_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    for name in ("heatmap", "histogram"):
+        monkeypatch.setattr(SessionPlots, name, lambda self, name, **tags: asked.append(tags["step"]))
+    session: Any = SimpleNamespace(taps=[])
+    frame = to_frame([row("h", step=step, rel_l2=0.5) for step in range(3)])
+    canvas = session_plots._canvas(session, frame, 1, 1e-5)
+    canvas.open(0)
+    assert asked == [1, 1]
+    assert canvas.state["headline"].startswith("Run 0, step 1")
+    figure = NotebookFigure()
+    figure.interactive = lambda: canvas
+    monkeypatch.setattr(session_plots, "_divergence_of_step", lambda *_: figure)
+    session.frame_of = lambda number: frame
+    # Below the summary of a run, which has the conclusion in words.
+    assert session_plots.divergence_of_run(session, 0).interactive().state["headline"] == ""
+
+
 def test_steps_are_chosen_by_their_range_and_one_without_rows_is_refused(drawn: list[Any]) -> None:
     figures = plots_of()
     figures.over_steps(steps=range(1, 3), noise_floor=0.5)
     ((name, (frame,), given),) = drawn
     assert (name, sorted(set(frame["step"])), given) == ("over_steps", [1, 2], {"noise_floor": 0.5})
     assert list(frame.index) == list(range(4))
+    for chosen, found in ((range(1, 2), [1]), (range(0, 9, 2), [0, 2]), (range(2, -1, -2), [0, 2])):
+        figures.over_steps(steps=chosen)
+        assert sorted(set(drawn.pop()[1][0]["step"])) == found
     with pytest.raises(gl.SessionError, match="step 5 or later"):
         figures.over_steps(steps=range(5, sys.maxsize))
     with pytest.raises(gl.SessionError, match="step 5 to 7"):

@@ -24,6 +24,7 @@ from graftlab.base.tags import TapKey
 from graftlab.base.world import MAX_RANKS, Place
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.contract import Receipt
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, StepEndFrame
 from graftlab.exchange.peers import Peer, Peers, RemoteStatusPage
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
@@ -244,6 +245,24 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
     assert received == whole
     assert channel.closed
     channel.close()
+
+
+def test_memory_is_returned_once_however_often_it_is_released() -> None:
+    released: list[str] = []
+    receipt = Receipt([], on_release=lambda: released.append("once"))
+    for _ in range(2):
+        receipt.release()
+    assert released == ["once"]
+
+
+def test_programs_that_this_process_starts_inherit_no_connection() -> None:
+    ours, theirs = socket.socketpair()
+    # As one that came over another socket is.
+    ours.set_inheritable(True)
+    channel = SocketChannel(ours)
+    assert not os.get_inheritable(channel.fileno())
+    channel.close()
+    theirs.close()
 
 
 def test_whole_frames_arrive_as_one_bundle_and_a_part_waits_for_its_rest() -> None:

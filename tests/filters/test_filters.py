@@ -456,6 +456,24 @@ def test_no_value_of_a_tag_makes_a_filter_raise(expression: str) -> None:
         assert compile_filter(expression).matches({"x": value}) in (True, False)
 
 
+@pytest.mark.parametrize(
+    ("expression", "fits", "too_much"),
+    [
+        ("len(x) > 5", "a" * 100_000, "a" * 100_001),
+        ("x.startswith('a')", "a" * 100_000, "a" * 100_001),
+        ("len(x.split(',')) > 5", "," * 999, "," * 1_000),
+        ("any(part for part in x)", (1,) * 1_000, (1,) * 1_001),
+    ],
+)
+def test_what_is_too_long_or_has_too_many_items_gives_nothing(expression: str, fits: object, too_much: object) -> None:
+    assert compile_filter(expression).matches({"x": fits})
+    assert not compile_filter(expression).matches({"x": too_much})
+
+
+def test_an_absent_tag_has_a_text() -> None:
+    assert compile_filter("str(phase) == 'None'").matches({})
+
+
 def test_incomparable_values_are_unequal() -> None:
     for value in (Awkward(), torch.ones(3)):
         assert compile_filter("x != 1").matches({"x": value})

@@ -160,6 +160,18 @@ def test_a_pair_beyond_the_budget_is_not_kept_and_drives_no_other_out() -> None:
     assert numbers(kept) == [1.0]
 
 
+def test_a_call_is_chosen_by_its_number_unless_the_tap_has_a_tag_of_that_name() -> None:
+    kept = KeptPairs()
+    for call in range(3):
+        for own in ({}, {"occurrence": 9 - call}):
+            numbers = torch.full((1,), call + 10.0 * len(own))
+            kept.add(the_input(numbers, numbers, **own), numbers, call)
+    for number, expected in ((1, 1.0), (2, 2.0), (8, 11.0), (9, 10.0)):
+        pair = kept.find("x", {"occurrence": number})
+        assert pair is not None
+        assert pair.target == expected
+
+
 def test_older_pair_does_not_replace_one_that_was_not_kept() -> None:
     kept = KeptPairs(2 * MIB)
     keep_number(kept, 1.0, MIB, layer=1, step=0)

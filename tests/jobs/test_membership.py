@@ -15,8 +15,10 @@ from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.membership import Membership, introduce
-from graftlab.jobs.session_server import AgreedPlan
+from graftlab.jobs.rendezvous import Rendezvous
+from graftlab.jobs.session_server import AgreedPlan, open_session_server
 from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import SharedDescriptors
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
@@ -29,6 +31,8 @@ from graftlab.ranks.messages import (
     WorldSwitch,
     unpack_to_rank,
 )
+from graftlab.ranks.options import LaunchOptions
+from graftlab.session import Session
 
 
 class Runs:
@@ -37,6 +41,8 @@ class Runs:
     def __init__(self) -> None:
         self.count = 0
         self.remarks: list[str] = []
+        self.sent: list[str] = []
+        """The ranks to which the newest plan was sent."""
         self.runs = self.plans = self
 
     def begin_run(self, generations: tuple[int, int], base: int | None) -> tuple[RunInfo, GraftPlan]:
@@ -46,7 +52,8 @@ class Runs:
 
     def note_moved(self, rank: AttachedRankHandle) -> None: ...
 
-    def send_to(self, rank: AttachedRankHandle) -> None: ...
+    def send_to(self, rank: AttachedRankHandle) -> None:
+        self.sent.append(rank.label)
 
     def remark(self, text: str) -> None:
         self.remarks.append(text)
@@ -133,6 +140,8 @@ def test_a_world_is_set_up_when_every_rank_is_ready_and_starts_when_all_are_link
     assert jobs.heard(0) == []
     jobs.link(1, 2)
     assert [begun(jobs.heard(number)).first_step for number in range(3)] == [100] * 3
+    # A newer one may have been published since the world was set up.
+    assert jobs.runs.sent == ["baseline[0]", "target[0]", "target[1]"]
     assert [rank.generation for rank in jobs.ranks] == [1, 1, 1]
     assert jobs.runs.remarks == []
 
@@ -357,3 +366,17 @@ def test_a_rank_that_is_introduced_learns_of_the_others_and_they_of_it() -> None
     assert [each.contacts for each in sent[0]] == [(contacts[1],)]
     # One that has not joined yet gets nothing.
     assert sent[2] == []
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_path: Path) -> None:
+    first = GraftPlan(b2t="layer == 3")
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), first, tmp_path, Rendezvous(tmp_path), agreed=agreed
+    )
+    with session:
+        join: Any = SimpleNamespace(side="target", rank=0, world_size=1, other_world_size=1, rejoin=None)
+        join.plan = to_wire(first)
+        assert server._objection(join)[0] == ""
+        join.plan = to_wire(GraftPlan(b2t="layer == 4"))
+        assert ("(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in server._objection(join)[0]) == agreed

@@ -242,3 +242,16 @@ def test_refusals_are_counted_for_ten_seconds_from_the_first(
         "2 more processes were refused; the last: at 12.9",
         "at 13",
     ]
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_the_folders_of_all_ports_lie_in_one_that_no_other_user_can_enter(mode: int, tmp_path: Path) -> None:
+    above = tmp_path / f"graftlab-{os.getuid()}"
+    above.mkdir()
+    above.chmod(mode)
+    if mode == 0o700:
+        with Rendezvous(above / "29500") as found:
+            assert found.folder.is_dir()
+        return
+    with pytest.raises(gl.ConfigError, match="must be a folder of this user with mode 0700"):
+        Rendezvous(above / "29500")

@@ -175,8 +175,10 @@ def test_nothing_listens_on_a_network_by_default(tmp_path: Path) -> None:
     assert listening() == before
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "here", "/tmp/x", "tcp://203.0.113.1:29500"])
-def test_an_address_at_which_nothing_can_listen_is_refused(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:1", "tcp://[::]:1", "here", "/tmp/x", "tcp://203.0.113.1:29500", 29500]
+)
+def test_an_address_at_which_nothing_can_listen_is_refused(address: Any, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(gl.LaunchError, match="address"):
         gl.listen(folder=tmp_path, address=address if address != "here" else "a b")

@@ -6,11 +6,12 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from graftlab.errors import SessionError
 from graftlab.judging.job_steps import JobStepsAbandoned
-from graftlab.judging.judgement import Judgement
+from graftlab.judging.judgement import Judgement, _unseen_dtype
 from graftlab.judging.swaps import _is_same_layer
 from graftlab.judging.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
 from graftlab.verdict.causes import Causes
@@ -46,6 +47,22 @@ def test_a_failed_stage_is_reported_with_the_first_line_of_its_error(
         "The swap failed, so its results are missing: ZeroDivisionError",
     ]
     assert judgement._attempt("the search", lambda: 3, 4) == 3
+
+
+@pytest.mark.parametrize(
+    ("computed_in", "dtypes", "casts", "unseen"),
+    [
+        ("bfloat16", ["float32", "bfloat16"], [None, None], ""),
+        # Only the target's tensor has that dtype.
+        ("bfloat16", ["float32", "bfloat16"], [None, "float32 -> bfloat16"], "bfloat16"),
+        ("bfloat16", ["float32", "float32"], [None, None], "bfloat16"),
+        ("", ["float32", "float32"], [None, None], ""),
+    ],
+)
+def test_a_dtype_of_the_baseline_that_no_tap_shows_is_named(
+    computed_in: str, dtypes: list[str], casts: list[str | None], unseen: str
+) -> None:
+    assert _unseen_dtype(computed_in, pd.DataFrame({"dtype": dtypes, "cast": casts})) == unseen
 
 
 def test_stages_of_several_lines_show_one(judgement: Judgement) -> None:

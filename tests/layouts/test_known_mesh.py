@@ -160,6 +160,9 @@ def test_torchs_groups_that_are_named_for_an_axis_are_known(monkeypatch: pytest.
 def test_vllms_groups_are_the_axes_and_an_irregular_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(0, 1), get_dp_group=group(0, 2))
     assert mesh_on(("dp", "tp"), 0, 4) == Mesh((("dp", 2), ("tp", 2)))
+    imported(monkeypatch, "vllm.distributed.parallel_state", get_pcp_group=group(0, 2), get_ep_group=group(0, 1))
+    give_mesh(None)
+    assert mesh_on(("cp", "ep"), 0, 4) == Mesh((("cp", 2), ("ep", 2)))
     # The second of these would have a rank 5.
     for tp, dp in (((0, 1), (0, 1)), ((0, 3), (0, 2))):
         imported(monkeypatch, "vllm.distributed.parallel_state", get_tp_group=group(*tp), get_dp_group=group(*dp))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -14,6 +15,7 @@ from IPython.core.error import UsageError
 
 from graftlab.base.world import Place
 from graftlab.control.verdicts import Verdict
+from graftlab.errors import WaitInterrupted
 from graftlab.magics import magics
 from graftlab.magics.magics import GraftMagics, complete_graft, magics_of_completion
 from graftlab.remote.ray_cluster import Ray
@@ -91,6 +93,20 @@ class Notebook:
 @pytest.fixture
 def notebook() -> Notebook:
     return Notebook()
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (KeyboardInterrupt(), "%graft verdict was stopped"),
+        (WaitInterrupted("the verdict was stopped: layer 3 is known"), "the verdict was stopped: layer 3 is known"),
+    ],
+)
+def test_a_stopped_command_says_what_was_known(raised: BaseException, said: str, notebook: Notebook) -> None:
+    vars(notebook.magics)["_verdict"] = Mock(side_effect=raised)
+    with pytest.raises(WaitInterrupted) as stopped:
+        notebook.run("verdict f(x)")
+    assert str(stopped.value) == said
 
 
 @pytest.mark.parametrize(

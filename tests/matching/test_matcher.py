@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1172,3 +1173,13 @@ def test_a_guess_reaches_neither_a_plan_nor_its_rules() -> None:
     assert proposal.graftable == (sure,)
     # Unless a person has accepted it.
     assert [each.target for each in proposal.accept("fc2").plan_pairs()] == ["fc1", "gelu", "fc2"]
+
+
+@pytest.mark.parametrize(("found", "is_shared"), [("exact", True), ("guess", False)])
+def test_two_taps_share_a_partner_only_where_values_show_that_they_do(found: Any, is_shared: bool) -> None:
+    example, beside = (Pair("h.0.x", f"l.0.{name}", Layout(), "baseline", found, 0.0, "") for name in "ab")
+    known: Any = SimpleNamespace(pairs=[example, beside])
+    rule: Any = SimpleNamespace(example=example)
+    assert matcher.Matcher._share_elsewhere(known, rule, "l.1.b") == is_shared
+    assert not matcher.Matcher._share_elsewhere(known, rule, "l.1.a")
+    assert not matcher.Matcher._share_elsewhere(known, rule, "l.1.c")

@@ -109,6 +109,12 @@ def test_the_pattern_gives_steps_calls_ranks_order_and_tags(tmp_path: Path) -> N
     assert [tensor[0, 0].item() for _, tensor, _ in recording.taps(0)] == [1.0, 0.0, 2.0]
 
 
+def test_taps_of_one_name_that_differ_in_a_tag_are_no_calls_of_each_other(tmp_path: Path) -> None:
+    for layer in range(3):
+        write(tmp_path / f"attn_{layer}.npy", {"": VALUES + layer})
+    assert taps(tmp_path, "{name}_{layer}", "layer") == [(0, "attn"), (1, "attn"), (2, "attn")]
+
+
 def test_numbers_in_names_are_ordered_as_numbers(tmp_path: Path) -> None:
     for name in ("block10", "block2", "head"):
         write(tmp_path / f"{name}.npy", {"": VALUES})

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import graftlab as gl
+from graftlab.recordings import condensing
 from graftlab.recordings.condensing import condense
 
 
@@ -46,3 +47,33 @@ def test_taps_that_do_not_fit_even_as_sketches_are_refused(tmp_path: Path) -> No
     ):
         condense(recorded(tmp_path / "whole"), tmp_path / "small", 1_000)
     assert not (tmp_path / "small").exists()
+
+
+def test_tensors_of_equal_bytes_and_other_shapes_keep_their_shapes(tmp_path: Path) -> None:
+    with gl.record(tmp_path / "whole"):
+        for shape in ((4,), (2, 2)):
+            gl.tap("x", torch.zeros(shape), dims=len(shape))
+        gl.tap("x", torch.zeros(4, dtype=torch.int32), dims=0)
+    condense(tmp_path / "whole", tmp_path / "small", 40_000)
+    found = [tensor for _, tensor, _ in gl.Recording(tmp_path / "small").taps(0)]
+    assert [(tuple(each.shape), each.dtype) for each in found] == [
+        ((4,), torch.float32),
+        ((2, 2), torch.float32),
+        ((4,), torch.int32),
+    ]
+
+
+def test_the_smallest_tensors_are_kept_whole_in_whatever_order_they_were_recorded() -> None:
+    values = {b"large": torch.zeros(1_000), b"small": torch.zeros(100), b"smaller": torch.zeros(50)}
+    # Room for sketches of 32 numbers of each, and 100 numbers more.
+    assert condensing._kept_whole(values, 4 * (3 * 32 + 100), 32) == {b"small", b"smaller"}
+
+
+def test_a_recording_that_became_larger_than_was_reckoned_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = recorded(tmp_path / "whole")
+    monkeypatch.setattr(condensing, "_LINE", 0)
+    monkeypatch.setattr(condensing, "_LAYOUT", 0)
+    with pytest.raises(gl.RecordingError, match="and may have 8,600; raise --graftlab-record-limit"):
+        condense(whole, tmp_path / "small", 8_600)

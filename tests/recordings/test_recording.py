@@ -6,9 +6,11 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -23,6 +25,7 @@ from kit.mailboxes import MIB
 
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
+from graftlab.grafting import decisions
 from graftlab.recordings import tensor_file, writer
 from graftlab.recordings.file_format import ChecksumChain, IndexLine, TapEntry
 from graftlab.taps import calls
@@ -51,6 +54,11 @@ def test_taps_come_back_with_their_tags_and_steps(tmp_path: Path) -> None:
     ]
     assert torch.equal(recording.tensor("hidden", step=1, layer=1), torch.full((3,), 11.0))
     assert recording.left_out == []
+    for rank in (1, -1):
+        with pytest.raises(gl.RecordingError, match=f"is of 1 rank, and has no rank {rank}"):
+            recording.tensor("hidden", rank=rank)
+    with pytest.raises(gl.RecordingError, match="no tap 'hidden', layer=1 of step 2 was recorded on rank 0"):
+        recording.tensor("hidden", step=2, layer=1)
     # Readable by anybody.
     plain = safetensors.torch.load_file(tmp_path / "rank-00000" / "000000.safetensors")
     first = json.loads(index_of(tmp_path).read_text().splitlines()[0])
@@ -87,10 +95,121 @@ def test_the_tensor_is_recorded_as_it_was_at_the_tap(tmp_path: Path) -> None:
     assert torch.equal(extras["rids"], torch.arange(2))
 
 
-def test_extras_that_are_not_data_are_left_out_with_a_warning(tmp_path: Path) -> None:
-    with gl.record(tmp_path), pytest.warns(gl.GraftWarning, match="extras of tap 'x'"):
-        gl.tap("x", torch.ones(1), extras={"object": object()})
-    assert "extras of tap 'x'" in gl.Recording(tmp_path).left_out[0]
+@pytest.mark.parametrize(
+    ("extras", "why"),
+    [
+        ({"object": object()}, "they are not plain data"),
+        # JSON has no tuples, and no keys but texts.
+        ({"lens": (3, 4)}, "JSON does not return them unchanged"),
+        ({0: 3}, "JSON does not return them unchanged"),
+    ],
+)
+def test_extras_that_cannot_come_back_are_left_out_with_a_warning(tmp_path: Path, extras: Any, why: str) -> None:
+    with gl.record(tmp_path), pytest.warns(gl.GraftWarning, match=f"not recorded: extras of tap 'x': {why}"):
+        gl.tap("x", torch.ones(1), extras=extras)
+    recording = gl.Recording(tmp_path)
+    assert recording.left_out[0].startswith(f"extras of tap 'x': {why}")
+    assert [found for _, _, found in recording.taps(0)] == [None]
+
+
+def test_taps_whose_names_or_tags_json_lacks_are_left_out_and_others_stay(tmp_path: Path) -> None:
+    def job() -> None:
+        with gl.record(tmp_path):
+            gl.tap("half \ud800", torch.ones(1))
+            gl.tap("x", torch.ones(1), text="half \ud800")
+            gl.tap("y", torch.ones(1), seed=1 << 80)
+
+    with pytest.warns(gl.GraftWarning, match="cannot be written as JSON") as said:
+        job()
+    assert len(said) == 2
+    recording = gl.Recording(tmp_path)
+    assert recording.frame[["name", "seed"]].values.tolist() == [["y", 1 << 80]]
+    assert [each.partition(":")[0] for each in recording.left_out] == ["tap 'half \\ud800'", "tap 'x'"]
+
+
+def test_what_checkpointing_computes_again_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gl.record(tmp_path):
+        gl.tap("x", torch.ones(2))
+        monkeypatch.setattr(decisions, "recompute_status", lambda: "recompute")
+        with pytest.warns(gl.GraftWarning, match="backward pass recomputes the forward pass"):
+            gl.tap("x", torch.ones(2))
+    assert gl.Recording(tmp_path).frame["name"].tolist() == ["x"]
+
+
+def test_a_recording_inside_a_recording_is_refused(tmp_path: Path) -> None:
+    with gl.record(tmp_path / "outer"):
+        with pytest.raises(gl.RecordingError, match="already recording"), gl.record(tmp_path / "inner"):
+            pass
+        gl.tap("x", torch.ones(1))
+    assert len(gl.Recording(tmp_path / "outer").frame) == 1
+    assert not (tmp_path / "inner").exists()
+
+
+def test_taps_in_a_session_still_reach_it_while_they_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grafter = become_rank(monkeypatch, "target")
+    monkeypatch.setattr(grafter, "may_take", lambda path: path == "seen")
+    with gl.record(tmp_path, filter="name == 'recorded'"):
+        recorder = calls.grafter()
+        assert recorder is not None
+        assert [recorder.may_take(path) for path in ("recorded", "seen", "other")] == [True, True, False]
+        # A run of the session is a new moment too.
+        before, step = recorder.moment, grafter.next_step
+        monkeypatch.setattr(type(grafter), "moment", property(lambda _: "next run"), raising=False)
+        assert recorder.moment != before
+        gl.step()
+        assert grafter.next_step == step + 1
+        gl.tap("recorded", torch.ones(1))
+    assert calls.grafter() is grafter
+
+
+def record_ranks(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int, **tap: Any) -> None:
+    """As a job's processes would, one after another."""
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    for rank in range(size):
+        monkeypatch.setenv("RANK", str(rank))
+        with gl.record(folder):
+            gl.tap("x", torch.ones(2), **tap)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("s[cp] h[tp]", [("cp", 2), ("tp", 2)]),
+        # Its ranks are in another order than the sizes alone would say.
+        ("s[tp] h[cp]", None),
+    ],
+)
+def test_the_sizes_of_a_layouts_axes_are_recorded_where_they_suffice(
+    layout: str, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_MESH", "cp=2, tp=2")
+    record_ranks(monkeypatch, tmp_path, 4, layout=layout)
+    lines = [msgspec.json.decode(index_of(tmp_path).read_bytes().splitlines()[0])]
+    assert [line["layout"] for line in lines] == [{"text": layout, "mesh": mesh and [*map(list, mesh)]}]
+
+
+@pytest.mark.filterwarnings("ignore::graftlab.GraftWarning")
+def test_what_every_rank_left_out_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_ranks(monkeypatch, tmp_path, 2, extras={"lens": (3, 4)})
+    assert len(gl.Recording(tmp_path).left_out) == 1
+
+
+def test_ranks_of_jobs_of_different_sizes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_ranks(monkeypatch, tmp_path, 2)
+    header = tmp_path / "rank-00001" / "rank.json"
+    header.write_text(header.read_text().replace('"world_size":2', '"world_size":3'))
+    with pytest.raises(gl.RecordingError, match="its ranks are of different recordings"):
+        gl.Recording(tmp_path)
+
+
+def test_a_partial_recording_is_still_one_on_a_rank(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    index = index_of(tmp_path)
+    index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines()[:3]))
+    recording = pickle.loads(pickle.dumps(gl.Recording(tmp_path, partial=True)))
+    assert len(list(recording.taps(0))) == 3
 
 
 def test_a_recording_without_taps_warns_and_is_no_baseline_of_a_comparison(tmp_path: Path) -> None:
@@ -297,12 +416,16 @@ def test_a_folder_is_recorded_to_once(tmp_path: Path) -> None:
     assert gl.tap("x", 1) == 1
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shard", [1, writer._SHARD], ids=["in between", "at the end"])
+@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "full"), RuntimeError("No space left on device")])
+def test_a_full_disk_ends_the_recording_and_not_the_job(
+    problem: Exception, shard: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(tensors: object, path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise problem
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    monkeypatch.setattr(writer, "_SHARD", 1)
+    monkeypatch.setattr(writer, "_SHARD", shard)
 
     def job() -> None:
         with gl.record(tmp_path):
@@ -375,8 +498,11 @@ def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monk
         shown.append((grafter.next_step, name, value.tolist(), extras, layout, tags))
 
     monkeypatch.setattr(calls, "tap", tap)
-    monkeypatch.setattr(grafter, "patiently", contextlib.nullcontext, raising=False)
+    patience = Mock(side_effect=contextlib.nullcontext)
+    monkeypatch.setattr(grafter, "patiently", patience, raising=False)
     assert recording("for the other side", other=1) == 2
+    # It is ahead of a side that computes.
+    patience.assert_called_once_with()
     (first, second), (_, _, _, extras, layout, _) = shown, shown[0]
     assert (first[:3], first[5]) == ((1, "x", [1.0, 1.0]), {"layer": 3})
     assert extras["ids"].tolist() == [0, 1]

@@ -18,6 +18,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -267,6 +268,18 @@ def test_add_does_not_wait_for_the_disk(dumper: RequestDumper, monkeypatch: pyte
     slow.set()
     assert dumper.flush()
     assert dumper.written == 102
+
+
+def test_a_disk_that_hangs_longer_than_the_end_of_the_process_waits_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumper = RequestDumper(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(dumper._writer, "wait", lambda order, timeout: None)
+        assert not dumper.flush()
+        assert not dumper.close()
+        assert dumper.dump_before_crash() is None
+    assert dumper.close()
 
 
 class _Hostile(dict):  # type: ignore[type-arg]
@@ -637,6 +650,19 @@ def test_a_disk_that_was_full_for_a_moment_costs_no_part_of_a_request() -> None:
     content = {"server_args": {"model": "m"}, "requests": [({"rid": "a"}, None, 1.0, 2.0)], "dropped": []}
     with pytest.raises(RequestWriteError, match="full"):
         pickle_in_steps(content, _FullOnce())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemExit(3), KeyboardInterrupt()])
+def test_requests_outlast_any_failure_of_the_writer(
+    error: BaseException, dumper: RequestDumper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(dumper, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(dumper._writer, "_take_in", Mock(side_effect=error))
+        assert not dumper.flush()
+    assert f"requests wait because the writer failed: {type(error).__name__}" in caplog.text
+    assert dumper.flush()
+    assert rids(folder(dumper)) == ["a"]
 
 
 def test_a_partial_buffer_that_cannot_be_written_keeps_no_thread_busy(

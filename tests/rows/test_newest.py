@@ -94,3 +94,11 @@ def test_taps_of_several_steps_are_in_the_order_of_their_execution(tmp_path: Pat
     store.append([encode(row(tap, step)._replace(order=order)) for tap, step, order in ((0, 2, 0), (1, 1, 5))])
     assert [found.name for found in LiveTaps(store).look()] == ["tap1", "tap0"]
     store.close()
+
+
+def test_rows_of_runs_that_are_set_aside_replace_none(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(0, 0)), encode(row(0, 1)._replace(run=1)), encode(row(1, 2)._replace(run=1))])
+    store.set_aside.add(1)
+    assert [(found.name, found.step) for found in LiveTaps(store).look()] == [("tap0", 0)]
+    store.close()

@@ -51,6 +51,26 @@ def tagged(**tags: Any) -> Row:
     return made._replace(tags={**made.tags, **tags})
 
 
+class FullDisk:
+    """A log's file on a disk with room for a few bytes."""
+
+    closed = False
+
+    def __init__(self, file: Any = None, room: int = 0) -> None:
+        self.file = file
+        self.room = room
+
+    def close(self) -> None:
+        pass
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "no space left")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return int(written)
+
+
 def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(one, other, check_frame_type=False)  # load_run gives one that can report
 
@@ -648,6 +668,22 @@ def test_a_store_that_keeps_few_rows_makes_the_same_frames_and_holds_none(tmp_pa
     few.close()
 
 
+def test_a_continued_folder_counts_the_rows_of_this_session_alone(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=order)) for order in range(30)])
+    store.close()
+    store = RowStore(tmp_path, append=True, keep_rows=10)
+    store.append([encode(row(run=1))])
+    assert len(store.frame()) == len(store._framed.block["step"]) == 1
+    file, store._log._file = store._log._file, FullDisk()
+    store.append([encode(row(run=1, order=order)) for order in (1, 2)])
+    assert (store.unwritten() or "").startswith("rows 1 to 2 are not on disk")
+    store._log._file = file
+    assert store.unwritten() is None
+    store.close()
+    assert len(gl.load_run(tmp_path)) == 33
+
+
 def test_rows_that_come_later_change_no_frame_that_is_shown(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     even = [row(order=order, note=str(order)) for order in range(0, 40, 2)]
@@ -738,27 +774,10 @@ def test_an_interrupted_reader_skips_and_duplicates_no_row(tmp_path: Path, monke
 def test_a_full_disk_does_not_damage_rows_written_before_or_after(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class FullDisk:
-        closed = False
-
-        def __init__(self, file: Any) -> None:
-            self.file = file
-            self.room = 40
-
-        def close(self) -> None:
-            pass
-
-        def write(self, data: bytes) -> int:
-            if not self.room:
-                raise OSError(errno.ENOSPC, "no space left")
-            written = self.file.write(data[: self.room])
-            self.room -= written
-            return int(written)
-
     store = RowStore(tmp_path)
     store.append([encode(row(order=1))])
     file = store._log._file
-    store._log._file = FullDisk(file)  # type: ignore[assignment]
+    store._log._file = FullDisk(file, 40)
     for order in (2, 3):
         store.append([encode(row(order=order))])
     assert [made.order for made in store.rows()] == store.frame()["order"].tolist() == [1, 2, 3]

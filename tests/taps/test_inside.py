@@ -197,9 +197,10 @@ def test_what_is_assigned_in_other_ways_has_plain_names_too(recorder: Recorder) 
         if (y := x * 3) is not None:
             typed: torch.Tensor = y - 1
         chosen = typed.exp() if len(x) else typed
+        picked = typed if x.any() else chosen
         many = [each * 2 for each in (x, x)]
         largest, where = chosen.max(-1)
-        return [low, high, top, a, b, both, many, largest, where]
+        return [low, high, top, a, b, both, picked, many, largest, where]
 
     names = names_of(recorder, Calls(function), X.clone())
     comprehension, nested = line_of("each * 2 for each"), line_of("(low, high), top")
@@ -210,6 +211,8 @@ def test_what_is_assigned_in_other_ways_has_plain_names_too(recorder: Recorder) 
         *("kept", f"pair.{returned}.add", f"pair.{returned}.add.2nd"),
         *(f"{nested}.max[0]", f"{nested}.max[1]"),
         *("a", "b", "both[0]", "both[1]", sum_in_place, "y", "typed", "chosen"),
+        # A condition is not what its choice is.
+        f"{line_of('picked = typed')}.any",
         *([f"{comprehension}.mul"] * 2),
         *("largest", "where"),
     ]

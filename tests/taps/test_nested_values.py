@@ -169,9 +169,11 @@ def test_the_innermost_part_that_cannot_be_pickled_is_named() -> None:
 class Handler:
     def __init__(self) -> None:
         self.reached: list[str] = []
+        self.newest: tuple[Any, ...] = ()
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         self.reached.append(name)
+        self.newest = value, extras, dict(tags), replace
         return value
 
     def step(self) -> None: ...
@@ -201,7 +203,8 @@ def test_the_taps_of_one_thread_have_another_handler_until_the_block_ends(monkey
             raise ValueError("bad")
         gl.tap("c", torch.ones(1))
         with taps_within(around):
-            gl.tap("d", torch.ones(1))
+            calls.tap_handler().tap("d", 1, {"scale": 2}, {"layer": 3}, True)  # type: ignore[union-attr]
+        assert outer.newest == (1, {"scale": 2}, {"layer": 3}, True)
         with handled_by(None):
             gl.tap("e", torch.ones(1))
         gl.tap("f", torch.ones(1))

@@ -55,6 +55,7 @@ def test_the_side_that_is_ahead_is_found_with_its_steps(by: int, side: str) -> N
     assert (found.ahead, found.by, found.unit, found.tap) == (side, abs(by), "step", "x")
     assert f"The {side} is ahead by {abs(by)} step" in found.sentence
     assert f"in {6 - abs(by)} pairs of steps" in found.sentence
+    assert f"of gl.step() on the {side} before its first step" in found.sentence
 
 
 def test_calls_within_a_step_are_counted_where_they_do_not_make_whole_steps() -> None:

@@ -18,6 +18,7 @@ from graftlab.verdict.model_data import (
     unequal_weights,
     weights_to_lend,
 )
+from graftlab.verdict.optimizer_settings import SettingsDifference
 
 
 def row(order: int, name: str, dtype: str, rel_l2: float = 0.0, status: str = "compared", **tags: Any) -> Row:
@@ -102,6 +103,9 @@ def test_settings_that_differ_from_a_later_step_on_are_named() -> None:
     ]
     (said,) = differing_data(to_frame(rows), threshold=5.0)
     assert said.startswith("The optimizer's settings already differ: optimizer.lr in step 2 (rel_l2 0.8).")
+    known = SettingsDifference((), {"optimizer.lr": "0.1 and 0.02"})
+    (said,) = differing_data(to_frame(rows), threshold=5.0, settings=known)
+    assert said.startswith("The optimizer's settings already differ: optimizer.lr (0.1 and 0.02).")
 
 
 def test_a_weight_that_is_not_finite_on_one_side_differs_whatever_its_distance() -> None:

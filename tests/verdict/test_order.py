@@ -33,6 +33,13 @@ def row(name: str = "h", /, *, order: int = 1, rank: int = 0, **more: Any) -> Ro
     return Row(0, 0, order, name, tags, "b2t", "target", rank, "compared", [0], **more)
 
 
+def test_rows_without_a_step_come_after_all_steps() -> None:
+    rows = {"name": ["none", "later", "first"], "step": [math.nan, 1, 0], "order": 1, "status": "compared"}
+    taps = group(pd.DataFrame({**rows, "rel_l2": 0.0}), "rel_l2")
+    assert [key[0] for key in taps.keys] == ["first", "later", "none"]
+    assert taps.steps == [0, 1, None]
+
+
 own_tags = st.dictionaries(
     st.sampled_from(["layer", "phase", "tp_rank", "error"]),
     st.sampled_from([None, 0, 1, 1.0, True, "1", "decode", [1, 2], [2], {"a": 1}, 0.5]),

@@ -127,12 +127,14 @@ def test_the_layer_whose_copies_differ_first_is_named() -> None:
     assert text.startswith("h.*.x should be equal on the ranks but is not in layers 1-2, layer 2 first: rank 1 differs")
 
 
-def test_the_gradient_of_a_replicated_weight_is_a_copy_too() -> None:
+@pytest.mark.parametrize(("name", "kind"), [("w", "param_grad"), ("w.exp_avg", "optimizer")])
+def test_the_gradient_and_state_of_a_replicated_weight_are_copies_too(name: str, kind: str) -> None:
     weight = sketch("w", NUMBERS[0], tags={"kind": "param"})
-    ranks = [[weight, sketch("w", NUMBERS[1 + rank], tags={"kind": "param_grad"})] for rank in range(2)]
+    ranks = [[weight, sketch(name, NUMBERS[1 + rank], tags={"kind": kind})] for rank in range(2)]
     gradient = check(*ranks).taps[1]
     assert (gradient.relation, gradient.layout) == ("disagrees", FROM_WEIGHT)
-    assert "Gradients of replicated weights must be reduced over the ranks" in text_of_check(check(*ranks), [])
+    advice = "Gradients of replicated weights must be reduced over the ranks"
+    assert (advice in text_of_check(check(*ranks), [])) == (kind == "param_grad")
     own = [[sketch("w", NUMBERS[3 + at], tags={"kind": "param"}), shown[1]] for at, shown in enumerate(ranks)]
     assert check(*own).taps[1].relation == "own data"
 

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ipywidgets as widgets
 import pytest
+from kit.deadline import DEADLINE
 from kit.pages import Browser, Screen, TextAreaPage
 from kit.rows import row
 from kit.support import wait_until
@@ -184,9 +186,9 @@ def test_a_message_is_shown_as_text_with_its_meaning(panel: Example, screen: Scr
 
 def test_a_message_gives_way_to_its_later_text_and_to_an_error_before(panel: Example, screen: Screen) -> None:
     later: list[str] = []
-    for fails in (False, True):
+    for teller, fails in ((panel, False), (panel, True), (panel.part, False)):
         later.clear()
-        panel.say("arrives with the next step", "good", lambda: "".join(later))
+        teller.say("arrives with the next step", "good", lambda: "".join(later))
         panel.refresh()
         assert screen.message == "arrives with the next step"
         if fails:
@@ -207,7 +209,8 @@ def test_what_a_plan_keeps_is_said_with_the_step_once_its_rows_arrive(
     assert screen.message == "Plan 7 keeps this tap; tensors arrive with the next step."
     panel.refresh()
     assert screen.message.endswith("with the next step.")
-    rows.append(row("x", plan_version=7))
+    # A later plan, in which something else was edited, keeps it too.
+    rows.append(row("x", plan_version=8))
     panel.refresh()
     assert screen.message == "Plan 7 keeps this tap since step 3."
     # It may have arrived before.
@@ -385,6 +388,21 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
     assert panel._next_snapshot < math.inf
     panel._renew_snapshot((True, 2, True, 3), True)
     assert taken == ["in background", "all", "all"]
+    # After one that failed, others still follow.
+    panel.static_html, panel._next_snapshot = Mock(side_effect=ValueError("no figure")), math.inf
+    with pytest.raises(ValueError, match="no figure"):
+        panel._take_snapshot()
+    assert panel._next_snapshot < math.inf
+
+
+def test_a_panel_is_busy_until_its_last_task_has_ended(panel: Example) -> None:
+    goes, seen = threading.Event(), list[bool]()
+    panel.in_background(goes.wait, DEADLINE)
+    panel.in_background(lambda: seen.append(panel.busy))
+    assert panel.busy
+    goes.set()
+    wait_until(lambda: not panel.busy, "the end of the tasks")
+    assert seen == [True]
 
 
 def test_a_menu_keeps_its_choice_or_takes_the_first_and_none_of_no_options() -> None:

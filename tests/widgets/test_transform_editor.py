@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ipywidgets as widgets
 import pytest
@@ -215,6 +216,17 @@ def test_the_result_of_an_earlier_draft_is_gone_while_the_next_is_tried() -> Non
     assert tasks.open == []
     TransformEditor._work(editor)
     assert (seen, said, tasks.open) == ([("x = 1", "", True)], [""], [])
+
+
+def test_a_draft_is_saved_only_if_it_exists_nowhere_else() -> None:
+    in_force, settled = Draft("default"), Draft("text", "x = 2")
+    saved: list[Draft] = []
+    editor: Any = SimpleNamespace(_settled=settled, _compare_again=lambda: None, _box=SimpleNamespace(take=Mock()))
+    editor._versions = SimpleNamespace(in_force=SimpleNamespace(draft=in_force), save_draft=saved.append)
+    editor._is_applied = lambda draft: TransformEditor._is_applied(editor, draft)
+    for draft in (in_force, settled, Draft("text", TEMPLATE), Draft("text", DOUBLES)):
+        TransformEditor._replace(editor, draft, editor._versions.in_force)
+    assert saved == [Draft("text", DOUBLES)]
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -14,11 +14,12 @@ import torch
 
 from graftlab import __main__ as command
 from graftlab.zoo import faults, scoring
-from graftlab.zoo.controls import CONTROLS
+from graftlab.zoo.controls import CONTROLS, FusedNorm
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
 from graftlab.zoo.line_truth import LINES, has_line
 from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
 from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
+from graftlab.zoo.quantised_programs import Int8Linear
 
 FAULTY = [each for each in PROGRAMS if not each.is_benign]
 
@@ -99,6 +100,31 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
     assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
     _are_as_before(returned)
+
+
+def test_the_score_shows_a_line_that_was_wrongly_confirmed() -> None:
+    wrong = SimpleNamespace(side="target", stack=["model.py:3"], source="y = x")
+    scored = SimpleNamespace(is_control=False, specimen=next(each for each in FAULTS if has_line(each)), lines=[wrong])
+    for place in (None, 2):
+        each: Any = SimpleNamespace(**vars(scored), wrongly_confirmed=[wrong], place_of_line=place)
+        assert scoring._line_of_source(each).endswith("\n    WRONGLY CONFIRMED: model.py:3 y = x")
+
+
+def test_the_norm_of_torch_adds_the_same_epsilon_as_ours() -> None:
+    # Epsilon is most of the norm of such small numbers.
+    x, weight = 1e-4 * torch.linspace(-1, 1, 32), torch.ones(32)
+    ours, torchs = (math(Config()).norm(x, weight, None, "final") for math in (Math, FusedNorm))
+    torch.testing.assert_close(torchs, ours)
+
+
+def test_one_scale_for_all_tokens_clips_the_largest_one() -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    x[2] *= 9
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    right, clipped = (Int8Linear(weight, wrong)(x) for wrong in ("", "clipped"))
+    lost = (clipped - right).norm(dim=1) / right.norm(dim=1)
+    assert lost[2] > 0.3
+    assert lost[[0, 1, 3]].max() < 0.05
 
 
 # What each specimen expects of a verdict, and one number for what each of its sides returns. A score counts the same
