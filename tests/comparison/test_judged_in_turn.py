@@ -296,12 +296,33 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert SESSION.runs == [(keep_inputs, keep_inputs)]
     turns._unpaired = compared("inconclusive")
     differing = turns._judge_update(held(update(), update()))
-    assert differing.remarks[-1].startswith("Not checked: single calls, because the sides call their models with")
+    assert differing.remarks[-1].startswith(
+        "Not checked: single calls, whose results have different shapes on the two sides"
+    )
     assert len(SESSION.runs) == 1
     turns._started = Started()
     turns._judge_update(held(update(number=3), update(number=4)))
     assert turns._started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
     assert turns.announced == []
+
+
+def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Answer] = ["inconclusive", "agree"]
+    monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared(answers[0], [answers.pop(0)]))
+    following = [held(update(number=2), update(number=2)), None]
+    both = held(update(), update())
+    turns._first = lambda: both
+    turns._brought_together = lambda held: held
+    turns._next = lambda side, before: following.pop(0)
+    found = turns.judge()
+    assert found.answer == "inconclusive"
+    assert found.remarks[0] == "1 update of the weights agrees. Update 1 can only be judged in part."
+    assert found.remarks[-1] == "inconclusive"
+    # The target continues with the baseline's values, as after an update that agrees.
+    assert SESSION.runs == [(keep_inputs, keep_inputs)] * 2
+    assert not turns._may_follow(held(update(not_repeated=True), update()), found)
 
 
 def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
