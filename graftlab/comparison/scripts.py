@@ -227,7 +227,7 @@ class _HeldInTurn:
                 compared = self._judge_call(held)
                 if compared.findings.gradient_parts and self._in_parts is None:
                     self._in_parts = compared
-                compared = _unless_of_a_part(compared, held)
+                compared = _perhaps_of_other_work(_unless_of_a_part(compared, held), held)
                 if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
                     # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
@@ -637,3 +637,20 @@ def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
         "where one side splits its batch. Only the loss and gradients differ, perhaps for that reason."
     )
     return replace(compared, answer="inconclusive", remarks=(sentence, *compared.remarks))
+
+
+def _perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
+    """The comparison of two calls that differ, with a sentence on why they may do different work: one side alone needs
+    gradients, and the sides are given different numbers of tokens.
+    """
+    needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
+    ours, theirs = numbers_given(held)
+    if compared.answer != "differ" or needed[0] == needed[1] or ours == theirs:
+        return compared
+    how = ["with gradients" if needs else "without gradients" for needs in needed]
+    sentence = (
+        f"The baseline's call is given {ours:,} numbers, such as tokens, {how[0]}, and the target's {theirs:,}, "
+        f"{how[1]}. If the scripts call their models in different orders, as for a reference model and a policy, these "
+        "calls do different work, and what follows need not be a mistake."
+    )
+    return replace(compared, remarks=(sentence, *compared.remarks))

@@ -338,6 +338,21 @@ def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) ->
     assert len(turns._started.judged) == len(turns.announced) == 1
 
 
+def test_calls_that_may_do_different_work_differ_with_that_remark() -> None:
+    def of(ours: int, theirs: int, *needs: bool) -> HeldUnits:
+        sides = zip((ours, theirs), needs, strict=True)
+        return held(*(call(needs_backward=own, whole_numbers={"ids": torch.ones(size)}) for size, own in sides))
+
+    found = scripts._perhaps_of_other_work(compared("differ", ["named"]), of(32, 64, False, True))
+    assert found.answer == "differ"
+    assert found.remarks[0].startswith(
+        "The baseline's call is given 32 numbers, such as tokens, without gradients, and the target's 64, with"
+    )
+    for alike in (of(32, 32, False, True), of(32, 64, True, True)):
+        assert scripts._perhaps_of_other_work(compared("differ", ["named"]), alike).remarks == ("named",)
+    assert scripts._perhaps_of_other_work(compared(), of(32, 64, False, True)).remarks == ()
+
+
 # ---- sides that do not wait alike -----------------------------------------------------------------------------------
 
 
