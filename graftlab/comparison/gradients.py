@@ -115,19 +115,27 @@ def _differing_losses(
     baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
 ) -> str:
     """A sentence on losses that differ although their gradients agree; blank if they agree, or cannot be compared."""
-    apart = _losses_apart(baseline, target, paired)
-    if not apart:
+    losses = _compared_losses(baseline, target, paired)
+    if losses is None or losses.agree:
         return ""
     return (
-        f"The gradients agree, and the losses from which the backward passes begin differ: {apart}. They differ by a "
-        "part that no weight has a gradient of, or the loss that is shown is not the one that is trained."
+        f"The gradients agree, and the losses from which the backward passes begin differ: {losses.shown}. They differ "
+        "by a part that no weight has a gradient of, or the loss that is shown is not the one that is trained."
     )
 
 
-def _losses_apart(
+@dataclass(frozen=True)
+class _Losses:
+    """Both sides' losses in words, and whether they agree to 0.1 % or to their dtype's rounding."""
+
+    shown: str
+    agree: bool
+
+
+def _compared_losses(
     baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
-) -> str | None:
-    """Both sides' losses, if they differ; blank if they agree, None if they are not known.
+) -> _Losses | None:
+    """Both sides' losses; None if they are not known.
 
     One side may make several backward passes, of parts of the loss, and divide by their number in the loss or in the
     gradients. Each rank may have its part of a batch.
@@ -143,11 +151,11 @@ def _losses_apart(
     dtypes = {dtype for each in (baseline[0], target[0]) for dtype in each.dtypes.values()}
     inside = {sample.dtype for each in (baseline[0], target[0]) for sample in each.of_results.values()}
     limit = max(_SUM, 4 * max(roundoff(dtype) for dtype in dtypes | inside))
-    for one, other in of_ranks:
-        if any(math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for factor in factors):
-            return ""
+    agree = any(
+        math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for one, other in of_ranks for factor in factors
+    )
     shown = [", ".join(f"{value:.6g}" for value in side) for side in (ours, theirs)]
-    return f"{shown[0]} on the baseline, {shown[1]} on the target"
+    return _Losses(f"{shown[0]} on the baseline, {shown[1]} on the target", agree)
 
 
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
@@ -365,9 +373,10 @@ def _where(
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline[0], target[0]
-    if not _common_results(ours, theirs) and (losses := _losses_apart(baseline, target, paired)) is not None:
-        how = f"differ: {losses}" if losses else "agree to 0.1 %"
-        sentences.append(f"The losses from which the backward passes begin {how}.")
+    if not _common_results(ours, theirs) and (losses := _compared_losses(baseline, target, paired)) is not None:
+        # A small mistake in a value may move the loss by less than the limit.
+        how = "differ by little, or by the number of ranks or passes, if at all" if losses.agree else "differ"
+        sentences.append(f"The losses from which the backward passes begin {how}: {losses.shown}.")
     for one, other in [*_common_results(ours, theirs).values()][:1]:
         factor = _factor_of_loss(ours, theirs)
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
