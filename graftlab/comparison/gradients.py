@@ -21,7 +21,8 @@ from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are rounding errors of zero.
 _OF_ALL = 16.0
-# Rounding errors of zero have random directions; from this cosine on a gradient is not one.
+# Rounding errors of zero have random directions; from this cosine on a gradient is not one, unless all of it is as
+# small: the same code makes similar errors.
 _ALIKE = 0.99
 # Sums over ranks and steps are compared with at least this tolerance, because their parts may cancel.
 _SUM = 1e-3
@@ -101,7 +102,7 @@ def judge_gradients(
     if factor != 1.0:
         sentences.append(_of_factor(factor, alike, bool(named or absent)))
     if named or factor != 1.0:
-        sentences += _where(baseline[0], target)
+        sentences += _where(baseline, target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
     losses = "" if sentences else _differing_losses(baseline, target, paired)
@@ -113,13 +114,34 @@ def judge_gradients(
 def _differing_losses(
     baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
 ) -> str:
-    """A sentence on losses that differ although their gradients agree; blank if they agree, or cannot be compared.
+    """A sentence on losses that differ although their gradients agree; blank if they agree, or cannot be compared."""
+    losses = _compared_losses(baseline, target, paired)
+    if losses is None or losses.agree:
+        return ""
+    return (
+        f"The gradients agree, and the losses from which the backward passes begin differ: {losses.shown}. They differ "
+        "by a part that no weight has a gradient of, or the loss that is shown is not the one that is trained."
+    )
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Both sides' losses in words, and whether they agree to 0.1 % or to their dtype's rounding."""
+
+    shown: str
+    agree: bool
+
+
+def _compared_losses(
+    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
+) -> _Losses | None:
+    """Both sides' losses; None if they are not known.
 
     One side may make several backward passes, of parts of the loss, and divide by their number in the loss or in the
     gradients. Each rank may have its part of a batch.
     """
     if not all(each.losses for each in (*baseline, *target)):
-        return ""
+        return None
     ours, theirs = ([sum(each.losses) for each in side] for side in (baseline, target))
     times = _factor_of_backward(baseline[0], target[0], paired)[0] or 1.0
     scale = baseline[0].scale / target[0].scale
@@ -129,15 +151,11 @@ def _differing_losses(
     dtypes = {dtype for each in (baseline[0], target[0]) for dtype in each.dtypes.values()}
     inside = {sample.dtype for each in (baseline[0], target[0]) for sample in each.of_results.values()}
     limit = max(_SUM, 4 * max(roundoff(dtype) for dtype in dtypes | inside))
-    for one, other in of_ranks:
-        if any(math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for factor in factors):
-            return ""
-    shown = [", ".join(f"{value:.6g}" for value in side) for side in (ours, theirs)]
-    return (
-        f"The gradients agree, and the losses from which the backward passes begin differ: {shown[0]} on the baseline, "
-        f"{shown[1]} on the target. They differ by a part that no weight has a gradient of, or the loss that is shown "
-        "is not the one that is trained."
+    agree = any(
+        math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for one, other in of_ranks for factor in factors
     )
+    shown = [", ".join(f"{value:.6g}" for value in side) for side in (ours, theirs)]
+    return _Losses(f"{shown[0]} on the baseline, {shown[1]} on the target", agree)
 
 
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
@@ -205,7 +223,10 @@ def _lines(
         most = _OF_ALL * unit * math.sqrt(squares.get(row["rank"], 0.0))
         size = math.sqrt(row["numel"] or 0)
         apart = (row["rel_l2"] or 0.0) * before * size
-        is_small = math.isfinite(apart) and limit * before * size < apart <= most and _cosine(row) < _ALIKE
+        is_small = math.isfinite(apart) and limit * before * size < apart <= most
+        if is_small and _cosine(row) >= _ALIKE:
+            is_scaled = left_over(row, best_factor(row)) <= limit
+            is_small = not is_scaled and max(norms_of(row)) * size <= most / _OF_ALL
         lines.append(
             _GradientPair(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small)
         )
@@ -346,10 +367,16 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
     )
 
 
-def _where(baseline: UpdateDescription, target: Sequence[UpdateDescription]) -> list[str]:
+def _where(
+    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
+) -> list[str]:
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
-    ours, theirs = baseline, target[0]
+    ours, theirs = baseline[0], target[0]
+    if not _common_results(ours, theirs) and (losses := _compared_losses(baseline, target, paired)) is not None:
+        # A small mistake in a value may move the loss by less than the limit.
+        how = "differ by little, or by the number of ranks or passes, if at all" if losses.agree else "differ"
+        sentences.append(f"The losses from which the backward passes begin {how}: {losses.shown}.")
     for one, other in [*_common_results(ours, theirs).values()][:1]:
         factor = _factor_of_loss(ours, theirs)
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)

@@ -17,6 +17,7 @@ from graftlab.base.tap_groups import kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
+from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
@@ -96,6 +97,7 @@ def judge_held_calls(
         # Code that agrees may read its weights in any order.
         remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
     remarks += conclusion.reasons
+    remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion)
     remarks += _differing_numbers(baseline, target) if differ else []
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(findings, verdict.runs, repeats.session, proposal, conclusion.answer, tuple(remarks))
@@ -213,6 +215,32 @@ def _conclude(
     if findings.contradicting_pairs:
         conclusion.doubt(_PAIRS_ALONE)
     return conclusion
+
+
+def _in_order_of_parts(
+    baseline: Sequence[CallDescription],
+    target: Sequence[CallDescription],
+    threshold: float,
+    conclusion: ReasonedAnswer,
+) -> list[str]:
+    """A sentence on ranks that have parts of an input in another order than taps are aligned in, which proves nothing.
+    The results in that order give the answer.
+    """
+    found = order_of_parts(baseline, target)
+    if found is None:
+        return []
+    path, dim, order = found
+    sentence = in_words(_ARGUMENT.sub(r"\1", path, count=1), dim, order)
+    results = differences_in_order(baseline, target, dim, order)
+    far = [each.rel_l2 for each in results if is_beyond_rounding(each, threshold)]
+    if far:
+        conclusion.answer = "differ"
+        how = f"In that order the results differ by {max(far):.2g}, so something is computed differently."
+    else:
+        conclusion.answer = "inconclusive"
+        how = "In that order the results agree to rounding." if results else "The results cannot be brought into it."
+    aligned = "Taps were compared as if the parts followed one another, so what is said of them below proves nothing:"
+    return [f"{sentence} {how} {aligned} give the ranks consecutive parts to compare the taps."]
 
 
 def _rounds_earlier(

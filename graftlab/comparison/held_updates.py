@@ -10,6 +10,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import first_of
+from graftlab.base.world import SIDES, other_side
 from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.repeats import JudgingChoice, Repeats
@@ -19,7 +20,6 @@ from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
-from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.wording import NOT_CHECKED, Findings
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def judge_held_updates(
     findings = replace(
         findings,
         frame=pd.concat([_gradient_frame(given, gradients.named), findings.frame], ignore_index=True),
-        data=[each for each in findings.data if not each.startswith(BEGINNINGS["optimizer"])],
         inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
     )
     answer = answer_of(verdict.findings, not moved, True)
@@ -96,6 +95,12 @@ def judge_held_updates(
         remarks.insert(0, gradients.losses)
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
+    lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows)
+    if answer == "agree" and lacking:
+        answer = "inconclusive"
+        remarks[:0] = ["All that was compared agrees.", *lacking]
+    elif answer == "differ":
+        remarks += lacking
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
 
 
@@ -135,6 +140,26 @@ def _model_inherits(findings: Findings) -> Findings:
         return findings
     frame = findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
     return replace(findings, frame=frame, following=())
+
+
+def _without_partner(
+    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A sentence on each side's weights whose gradients were not compared, and so neither were their updates."""
+    pairs = [
+        (row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param_grad"
+    ]
+    sentences = []
+    for place, (side, own) in enumerate(zip(SIDES, (baseline, target), strict=True)):
+        known = {pair[place] for pair in pairs}
+        trained = dict.fromkeys(name for each in own for name in each.gradients)
+        left = [name for name in trained if name not in known]
+        if left:
+            sentences.append(
+                f"The gradients of {len(left)} of the {side}'s {len(trained)} weights were not compared, because no "
+                f"weight of the {other_side(side)} has the same name or values: {first_of(left, 4)}."
+            )
+    return sentences
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -183,6 +183,8 @@ class _HeldInTurn:
         self._unpaired: Comparison | None = None
         # The calls that show no difference but were compared too little to agree, by their place among the models.
         self._undecided: dict[int, Comparison] = {}
+        # The same of updates, by their number.
+        self._undecided_updates: dict[int, Comparison] = {}
         # The first call in which each rank has a part of some gradients, for use if no update follows.
         self._in_parts: Comparison | None = None
         # By sentence, the first call in which this was not checked.
@@ -213,6 +215,9 @@ class _HeldInTurn:
                 self._before, self._newest = self._newest, (ours[0], theirs[0])
             if held.both_hold(UpdateDescription):
                 compared = self._judge_update(held)
+                if compared.answer == "inconclusive" and self._may_follow(held, compared):
+                    self._undecided_updates[self._updates] = compared
+                    compared = replace(compared, answer="agree")
             elif not held.both_hold(CallDescription):
                 return self._ended(held)
             elif not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
@@ -222,7 +227,7 @@ class _HeldInTurn:
                 compared = self._judge_call(held)
                 if compared.findings.gradient_parts and self._in_parts is None:
                     self._in_parts = compared
-                compared = _unless_of_a_part(compared, held)
+                compared = _perhaps_of_other_work(_unless_of_a_part(compared, held), held)
                 if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
                     # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
                     self._models.pop()
@@ -253,7 +258,8 @@ class _HeldInTurn:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         if self._in_parts is not None and not self._updates:
             return self._with(self._in_parts, (_ONLY_PARTS, *remarks), "inconclusive")
-        compared = next(iter(self._undecided.values()), self._compared)
+        undecided = [*self._undecided.values(), *self._undecided_updates.values()]
+        compared = next(iter(undecided), self._compared)
         remarks = [*remarks, *self._left_elsewhere(compared)]
         if self._choice.training and not self._updates:
             why = "No optimizer made a step that could be repeated, so no training was compared; leave --training out."
@@ -452,13 +458,17 @@ class _HeldInTurn:
             compared = self._started.judge_update(baseline, target, judging, proposal, self._apart)
         elif why is not None:
             compared = self._refused(compared)
-        if compared.answer == "agree":
+        if compared.answer == "agree" or (compared.answer == "inconclusive" and self._may_follow(held, compared)):
             # Optimizers may amplify rounding, which would accumulate over the updates.
             self._session.run(keep_inputs, keep_inputs)
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         if self._unpaired is not None:
-            unpaired = f"{NOT_CHECKED}single calls, because the sides call their models with different numbers of rows."
+            unpaired = (
+                f"{NOT_CHECKED}single calls, whose results have different shapes on the two sides, or which are given "
+                "different numbers of tokens: the sides split their batch differently, or their models return other "
+                "results."
+            )
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
         return compared
 
@@ -492,8 +502,10 @@ class _HeldInTurn:
         return replace(compared, remarks=every, answer=answer or compared.answer, how=how, starts=starts)
 
     def _may_follow(self, held: HeldUnits, compared: Comparison) -> bool:
-        """Whether a call that proves nothing may be followed by others: not if it cannot be repeated."""
-        repeats = self._started is not None or why_not_held(*described_as(held, CallDescription)) is None
+        """Whether a call or update that proves nothing may be followed by others: not if it cannot be repeated."""
+        kinds = (CallDescription, UpdateDescription)
+        ours, theirs = ([each for each in side if isinstance(each, kinds)] for side in (held.baseline, held.target))
+        repeats = self._started is not None or why_not_held(ours, theirs) is None
         return repeats and why_not_repeated(compared) is None
 
     def _agreed(self, calls: int | None = None, updates: int | None = None) -> str:
@@ -502,6 +514,8 @@ class _HeldInTurn:
         counts = Counter(model for place, model in enumerate(models) if place not in self._undecided)
         agreed = [f"{counted(count, 'call')} of {model}" for model, count in counts.items()]
         made = self._updates if updates is None else updates
+        in_part = [number for number in self._undecided_updates if number <= made]
+        made -= len(in_part)
         agreed += [f"{counted(made, 'update')} of the weights"] if made else []
         parts = []
         if agreed:
@@ -513,8 +527,11 @@ class _HeldInTurn:
             )
             parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self._undecided if place < len(models)]
-        what = f"{'Call' if len(unclear) == 1 else 'Calls'} {listed(unclear)} can only be judged in part."
-        return " ".join([*([f"{', '.join(parts)}."] if parts else []), *([what] if unclear else [])])
+        said = [f"{', '.join(parts)}."] if parts else []
+        for kind, numbers in (("Call", unclear), ("Update", [str(number) for number in in_part])):
+            if numbers:
+                said.append(f"{kind}{'' if len(numbers) == 1 else 's'} {listed(numbers)} can only be judged in part.")
+        return " ".join(said)
 
     def _at_last(self, compared: Comparison) -> Comparison:
         """The comparison of the last call or update, with a sentence on what agreed before it."""
@@ -620,3 +637,20 @@ def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
         "where one side splits its batch. Only the loss and gradients differ, perhaps for that reason."
     )
     return replace(compared, answer="inconclusive", remarks=(sentence, *compared.remarks))
+
+
+def _perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
+    """The comparison of two calls that differ, with a sentence on why they may do different work: one side alone needs
+    gradients, and the sides are given different numbers of tokens.
+    """
+    needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
+    ours, theirs = numbers_given(held)
+    if compared.answer != "differ" or needed[0] == needed[1] or ours == theirs:
+        return compared
+    how = ["with gradients" if needs else "without gradients" for needs in needed]
+    sentence = (
+        f"The baseline's call is given {ours:,} numbers, such as tokens, {how[0]}, and the target's {theirs:,}, "
+        f"{how[1]}. If the scripts call their models in different orders, as for a reference model and a policy, these "
+        "calls do different work, and what follows need not be a mistake."
+    )
+    return replace(compared, remarks=(sentence, *compared.remarks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import GeneratorType
 from typing import Any, Literal
@@ -454,8 +454,9 @@ class HeldCall:
 
     def _called(self) -> Any:
         if self._in_float64 is None:
-            return _with_items(self._call())
-        with taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
+            with _no_autocast_cache():
+                return _with_items(self._call())
+        with _no_autocast_cache(), taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
             result = _with_items(self._call())
         self._in_float64 |= coarse.left
         return result
@@ -538,6 +539,21 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Let autocast neither keep copies of weights nor use kept ones.
+
+    A call that the script makes in an autocast block would use the copies of its repetitions, which may be those of
+    other weights, and under FSDP2 belong to weights that have been freed, so that gradients are lost.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _numbers_in(roots: Mapping[str, Any]) -> dict[str, torch.Tensor]:

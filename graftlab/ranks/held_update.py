@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part
 from graftlab.taps.calls import tap_handler
-from graftlab.taps.training import scale_of, tap_gradients, watch_training
+from graftlab.taps.training import scale_of, tap_gradients, watch_steps
 from graftlab.taps.watch import Watch, weights_of
 
 # Elements of a gradient that are kept for a closer look.
@@ -176,7 +176,8 @@ class HeldUpdate:
 
     def __call__(self) -> dict[str, torch.Tensor]:
         if self._watched is None:
-            self._watched = watch_training(self._model, self._optimizer)
+            # The description has the settings by weight, in whatever number and order each side has its weights.
+            self._watched = watch_steps(self._model, self._optimizer, settings=False)
             if self._watch_calls is not None:
                 self._watched_calls = self._watch_calls(self._model)
         self._base.restore()

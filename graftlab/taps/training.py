@@ -44,6 +44,19 @@ def watch_training(
     ...     watched.names
     ['weight', 'bias']
     """
+    return watch_steps(model, optimizer, prefix, include, exclude, settings=True)
+
+
+def watch_steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    prefix: str = "",
+    include: Chooser = None,
+    exclude: Chooser = None,
+    *,
+    settings: bool,
+) -> Watch:
+    """Do the same as :func:`watch_training`, with the optimizer's settings or without them."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gl.watch_training taps a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -63,7 +76,7 @@ def watch_training(
     chosen = weights_of(model, prefix, wanted, unwanted, buffers=False)
     if taps.tap_handler() is None:
         return Watch([], list(chosen))
-    training = _TrainingTaps(chosen, prefix)
+    training = _TrainingTaps(chosen, prefix, settings=settings)
     handles: list[Removable] = [
         optimizer.register_step_pre_hook(training.before),
         optimizer.register_step_post_hook(training.after),
@@ -75,9 +88,10 @@ def watch_training(
 class _TrainingTaps:
     """The taps around one optimizer's step."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str, *, settings: bool) -> None:
         self._weights = dict(weights)
         self._prefix = prefix
+        self._shows_settings = settings
         self._accumulated: dict[str, None] = {}
         """The names of the weights whose gradients were computed since the last step, in that order."""
 
@@ -102,7 +116,7 @@ class _TrainingTaps:
         handler = taps.tap_handler()
         if handler is None:
             return
-        for setting, values in self._settings(optimizer).items():
+        for setting, values in (self._settings(optimizer) if self._shows_settings else {}).items():
             handler.tap(f"{self._prefix}optimizer.{setting}", values, None, {"kind": "optimizer"})
         tap_gradients(handler, optimizer, self._in_backward_order())
 

@@ -45,6 +45,9 @@ def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str
     for row in records(grafted):
         if row["matched_by"] not in _BY_VALUE or row["name"] in given or pd.isna(row["match_rel"]):
             continue
+        if own_tags(row["tags"]).get("updated"):
+            # An optimizer's step has changed the weight since the match.
+            continue
         dtype = getattr(torch, row["dtype"], torch.float32)
         # Without a pair of finite numbers nothing is known of the values.
         if row["rel_l2"] is None or not row["rel_l2"] > max(limit_for(dtype), 10 * row["match_rel"]):

@@ -301,6 +301,12 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     assert found.unseen == ("the gradients of b, which are barely above rounding noise.",)
     doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
+    # The same code makes similar rounding errors. A gradient that is more than a rounding error has no such excuse.
+    for size, is_noise in ((1.0, True), (1e3, False)):
+        mine, theirs = size * noise, size * (noise + 0.1 * other)
+        similar = [row("w", 0, large, large), row("b", 0, mine, theirs)]
+        found = judge_gradients(similar, [description({"b": mine})], [description({"b": theirs})], {})
+        assert (found.named == ()) is is_noise
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -779,3 +785,14 @@ def test_gradients_that_are_zero_show_no_common_factor() -> None:
     rows = [*(row(name, 0, ours[name], theirs[name]) for name in ours), *of_zeros]
     found = judge_gradients(rows, [description(ours | zeros)], [description(theirs | zeros)], {})
     assert (found.factor, found.named) == (1.0, tuple("abcde"))
+
+
+def test_losses_beside_gradients_that_differ_are_compared_if_no_results_are() -> None:
+    whole, wrong = drawn(0), drawn(1)
+    rows = [row("w", 0, whole, wrong)]
+    ours = replace(description({"w": whole}), losses=(2.0,))
+    for loss, how in ((2.5, "differ"), (2.0001, "differ by little, or by the number of ranks or passes, if at all")):
+        found = judge_gradients(rows, [ours], [replace(description({"w": wrong}), losses=(loss,))], {})
+        shown = f"2 on the baseline, {loss} on the target"
+        assert found.sentences[1:] == (f"The losses from which the backward passes begin {how}: {shown}.",)
+    assert len(judge_gradients(rows, [ours], [description({"w": wrong})], {}).sentences) == 1

@@ -296,12 +296,33 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert SESSION.runs == [(keep_inputs, keep_inputs)]
     turns._unpaired = compared("inconclusive")
     differing = turns._judge_update(held(update(), update()))
-    assert differing.remarks[-1].startswith("Not checked: single calls, because the sides call their models with")
+    assert differing.remarks[-1].startswith(
+        "Not checked: single calls, whose results have different shapes on the two sides"
+    )
     assert len(SESSION.runs) == 1
     turns._started = Started()
     turns._judge_update(held(update(number=3), update(number=4)))
     assert turns._started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
     assert turns.announced == []
+
+
+def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Answer] = ["inconclusive", "agree"]
+    monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared(answers[0], [answers.pop(0)]))
+    following = [held(update(number=2), update(number=2)), None]
+    both = held(update(), update())
+    turns._first = lambda: both
+    turns._brought_together = lambda held: held
+    turns._next = lambda side, before: following.pop(0)
+    found = turns.judge()
+    assert found.answer == "inconclusive"
+    assert found.remarks[0] == "1 update of the weights agrees. Update 1 can only be judged in part."
+    assert found.remarks[-1] == "inconclusive"
+    # The target continues with the baseline's values, as after an update that agrees.
+    assert SESSION.runs == [(keep_inputs, keep_inputs)] * 2
+    assert not turns._may_follow(held(update(not_repeated=True), update()), found)
 
 
 def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
@@ -315,6 +336,21 @@ def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) ->
     turns._started = Started()
     assert turns._judge_update(by_closure).remarks == ()
     assert len(turns._started.judged) == len(turns.announced) == 1
+
+
+def test_calls_that_may_do_different_work_differ_with_that_remark() -> None:
+    def of(ours: int, theirs: int, *needs: bool) -> HeldUnits:
+        sides = zip((ours, theirs), needs, strict=True)
+        return held(*(call(needs_backward=own, whole_numbers={"ids": torch.ones(size)}) for size, own in sides))
+
+    found = scripts._perhaps_of_other_work(compared("differ", ["named"]), of(32, 64, False, True))
+    assert found.answer == "differ"
+    assert found.remarks[0].startswith(
+        "The baseline's call is given 32 numbers, such as tokens, without gradients, and the target's 64, with"
+    )
+    for alike in (of(32, 32, False, True), of(32, 64, True, True)):
+        assert scripts._perhaps_of_other_work(compared("differ", ["named"]), alike).remarks == ("named",)
+    assert scripts._perhaps_of_other_work(compared(), of(32, 64, False, True)).remarks == ()
 
 
 # ---- sides that do not wait alike -----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
-from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.wording import Findings
 
 
@@ -30,6 +29,7 @@ def update(**more: Any) -> UpdateDescription:
         "not_repeated": False,
         "has_closure": False,
         "settings": {},
+        "gradients": {"w": None},
         "dtypes": {"w": "float32"},
     }
     made.__dict__.update({**usual, **more})
@@ -102,7 +102,7 @@ def test_a_different_update_differs_from_equal_values(made: Any) -> None:
     assert (compared.answer, compared.named) == ("differ", ["w@param"])
     assert compared.remarks[-1] == "The gradients agree, and the updates computed from them differ."
     made.gradients = GradientFindings(sentences=("A gradient differs.",), named=("w",), unseen=("one gradient.",))
-    made.data = [f"{BEGINNINGS['optimizer']} of w", "The weights already differ"]
+    made.data = ["The weights already differ"]
     compared = judged(made)
     assert compared.remarks == ("A gradient differs.", "Not checked: one gradient.")
     assert compared.findings.data == ["The weights already differ"]
@@ -164,6 +164,22 @@ def test_what_could_not_be_grafted_or_compared_is_said(made: Any) -> None:
     made.given = pd.concat([rows(GIVEN[0]), rows(GIVEN[1], status="missing")])
     assert judged(made).answer == "inconclusive"
     assert judged(made, update(has_closure=True)).answer == "agree"
+
+
+def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> None:
+    ours, theirs = update(gradients={"w": None, "v": None}), update(gradients={"w": None, "qkv": None})
+    compared = judged(made, ours, theirs)
+    assert compared.answer == "inconclusive"
+    left = "The gradients of 1 of the {}'s 2 weights were not compared, because no weight of the {} has the same name"
+    assert compared.remarks[:3] == (
+        "All that was compared agrees.",
+        f"{left.format('baseline', 'target')} or values: v.",
+        f"{left.format('target', 'baseline')} or values: qkv.",
+    )
+    made.gradients = GradientFindings(sentences=("A gradient differs.",), named=("w",))
+    compared = judged(made, ours)
+    assert (compared.answer, compared.remarks[0]) == ("differ", "A gradient differs.")
+    assert compared.remarks[-1] == f"{left.format('baseline', 'target')} or values: v."
 
 
 def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:

@@ -57,6 +57,16 @@ def test_weights_come_before_the_optimizers_state_and_gradients_in_backward_orde
     ]
 
 
+def test_a_repeated_step_does_not_tap_the_settings_that_its_description_has(model: nn.Linear) -> None:
+    held = update_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    taps = Taps()
+    with handled_by(taps):
+        held()
+    assert {*taps.shown} == {(name, kind) for name in ("weight", "bias") for kind in ("param", "param_grad")}
+    assert held.describe().settings["lr"] == {"weight": 0.1, "bias": 0.1}
+    held.end()
+
+
 def test_repetitions_begin_with_what_taps_leave_only_once_it_is_taken(model: nn.Linear) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     before = model.bias.item()

@@ -424,3 +424,17 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
 
 def test_arguments_are_named_by_place_or_keyword() -> None:
     assert arguments_by_name((1, 2), {"x": 3}) == {"args[0]": 1, "args[1]": 2, "x": 3}
+
+
+def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
+    model, x = net(), torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        held = of(lambda: model(x), model)
+        (before,) = held().values()
+        with torch.no_grad():
+            model[2].bias.zero_()
+            model[2].weight.zero_()
+        # The script's own call, and a repetition with other weights.
+        assert model(x).count_nonzero() == 0
+        assert before.count_nonzero() == 2
+        assert torch.is_autocast_cache_enabled()

@@ -83,9 +83,8 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
         rows = [
             a_row(
                 name=f"b{n}",
-                tags={"name": f"b{n}"},
                 target_name=f"t{n}",
-                **({**usual, **changes} if n == 2 else {**usual, "rel_l2": 1e-6}),
+                **{"tags": {"name": f"b{n}"}, **usual, **(changes if n == 2 else {"rel_l2": 1e-6})},
             )
             for n in range(4)
         ]
@@ -100,6 +99,8 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
         == found(match_rel=0.1)
         == []
     )
+    # The weight after an optimizer's step.
+    assert found(tags={"name": "b2", "kind": "param", "updated": True}) == []
     # A row whose dtype this torch does not have is held to the limit of float32.
     assert found(dtype="float4_of_a_later_torch") == found()
 

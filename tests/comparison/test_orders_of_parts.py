@@ -1,0 +1,49 @@
+"""Ranks that have parts of the baseline's input in another order than one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftlab.comparison.answers import Answer, ReasonedAnswer
+from graftlab.comparison.held_calls import _in_order_of_parts
+from graftlab.ranks.held_call import CallDescription
+
+IDS = torch.arange(16).reshape(2, 8)
+ZIGZAG = [[0, 1, 6, 7], [2, 3, 4, 5]]
+STRIDED = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def call(ids: torch.Tensor, *, result: torch.Tensor | None = None) -> CallDescription:
+    returned = {"": ids.double().sin() if result is None else result}
+    # The mask is the same in any order.
+    return CallDescription("Net", 1, False, (), returned, returned, whole_numbers={"['mask']": ids * 0, "['ids']": ids})
+
+
+def answered(*parts: CallDescription, answer: Answer = "differ") -> tuple[Answer, str]:
+    conclusion = ReasonedAnswer(answer)
+    said = _in_order_of_parts([call(IDS)], parts, 5.0, conclusion)
+    return conclusion.answer, " ".join(said)
+
+
+@pytest.mark.parametrize(("order", "places"), [(ZIGZAG, "0-1, 6-7 on rank 0; 2-5"), (STRIDED, "0, 2, 4, 6 on rank 0")])
+def test_results_are_compared_in_the_order_of_the_ranks_parts(order: list[list[int]], places: str) -> None:
+    answer, said = answered(*(call(IDS[:, at]) for at in order))
+    assert answer == "inconclusive"
+    assert said.startswith(
+        f"The target's ranks have ids in another order along dim 1 than one after the other ({places}"
+    )
+    assert "In that order the results agree to rounding." in said
+    wrong = IDS[:, order[1]].double().sin() * 1.1
+    answer, said = answered(call(IDS[:, order[0]]), call(IDS[:, order[1]], result=wrong), answer="agree")
+    assert answer == "differ"
+    assert "In that order the results differ by 0.1, so something is computed differently." in said
+    answer, said = answered(*(call(IDS[:, at], result=torch.ones(())) for at in order))
+    assert (answer, "The results cannot be brought into it." in said) == ("inconclusive", True)
+
+
+def test_parts_that_follow_one_another_or_differ_change_nothing() -> None:
+    assert answered(call(IDS[:, :4]), call(IDS[:, 4:])) == ("differ", "")
+    assert answered(call(IDS[:, :4]), call(IDS[:, :4])) == ("differ", "")
+    assert answered(call(IDS), call(IDS)) == ("differ", "")
+    assert answered(call(IDS[:, ZIGZAG[0]])) == ("differ", "")
