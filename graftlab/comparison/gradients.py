@@ -161,6 +161,10 @@ def _compared_losses(
 def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str | None:
     """A sentence on a factor of the backward passes that the optimizers' gradients no longer have."""
     times, what = _factor_of_backward(baseline, target, paired)
+    before, after = _changed_afterwards(baseline), _changed_afterwards(target)
+    if times is None and before is not None and after is not None:
+        # The gradients that the optimizers read are equal.
+        times, what = before / after, "gradients after the backward passes"
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (
@@ -461,11 +465,11 @@ def _times_called(count: int) -> str:
 
 def _changed_afterwards(description: UpdateDescription) -> float | None:
     """The factor by which all gradients changed between the backward passes and the update; None if there is none."""
-    factors = [
-        _factor(sample, description.gradients[name])
-        for name, sample in description.accumulated.items()
-        if name in description.gradients and sample.norm
+    samples = [
+        *((each, description.gradients.get(name)) for name, each in description.accumulated.items()),
+        *description.of_shards,
     ]
+    factors = [_factor(one, other) for one, other in samples if other is not None and one.norm]
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(factors) or max(known) - min(known) > _SUM * max(known):
         return None

@@ -56,7 +56,8 @@ class UpdateDescription:
     backward passes left before anything else changed them, and ``previous`` those of the last update. ``of_results``
     are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer
     lacks, ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor
-    in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin.
+    in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin. ``of_shards`` are
+    this rank's parts of sharded gradients, as the last backward pass left them and as the optimizer reads them.
     """
 
     optimizer: str
@@ -75,6 +76,7 @@ class UpdateDescription:
     has_closure: bool = False
     """Whether the step itself calls the model, by a closure. Then it is described without being made."""
     losses: tuple[float, ...] = ()
+    of_shards: tuple[tuple[TensorSample, TensorSample], ...] = ()
 
 
 class GradientWatch:
@@ -86,11 +88,13 @@ class GradientWatch:
     def __init__(self) -> None:
         self.accumulated: dict[int, TensorSample] = {}
         self.of_results: dict[str, TensorSample] = {}
+        self.of_shards: dict[int, TensorSample] = {}
         self.losses: list[float] = []
         self.is_paused = False
         self._backward = torch.autograd.backward
         # A script may make several models, one after the other.
         self._hooked = WeakTensorKeyDictionary()
+        self._sharded = WeakTensorKeyDictionary()
 
     def install(self) -> None:
         """Note the numbers from which backward passes begin, from now on."""
@@ -107,7 +111,9 @@ class GradientWatch:
     def add_weights(self, model: torch.nn.Module) -> None:
         """Watch the gradients of a model's weights from now on."""
         for weight in model.parameters():
-            # A sharded weight's gradient would need a collective here.
+            # A sharded weight's gradient would need a collective here, and FSDP2 sets it without a call of hooks.
+            if weight.requires_grad and hasattr(weight, "full_tensor"):
+                self._sharded[weight] = True
             if weight.requires_grad and weight.is_leaf and weight not in self._hooked and type(weight) in _WHOLE:
                 self._hooked[weight] = True
                 weight.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
@@ -122,6 +128,7 @@ class GradientWatch:
         """Forget the last step's gradients."""
         self.accumulated.clear()
         self.of_results.clear()
+        self.of_shards.clear()
         self.losses.clear()
 
     def _note_loss(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,6 +138,10 @@ class GradientWatch:
         if is_one and not (is_given or self.is_paused or tensors.is_meta or torch.compiler.is_compiling()):
             self.losses.append(float(tensors.detach()))
         self._backward(tensors, *args, **kwargs)
+        if not (self.is_paused or torch.compiler.is_compiling()):
+            for weight in self._sharded:
+                if weight.grad is not None and weight.grad.layout == torch.strided:
+                    self.of_shards[id(weight)] = TensorSample.of(own_part(weight.grad))
 
     def _note(self, weight: torch.Tensor) -> None:
         if weight.grad is not None and weight.grad.layout == torch.strided:
@@ -197,14 +208,15 @@ class HeldUpdate:
         weights = self._weights()
         held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
         scale = scale_of(self._optimizer)
-        self.gradients = {
-            name: TensorSample.of(w.grad if scale is None else w.grad / scale.to(w.grad.device))
+        read = {
+            name: w.grad if scale is None else w.grad / scale.to(w.grad.device)
             for name, w in weights.items()
             if w.grad is not None and w.grad.layout == torch.strided
         }
+        self.gradients = {name: TensorSample.of(gradient) for name, gradient in read.items()}
         has_closure = self._watch_calls is not None
         once, twice = ([], []) if has_closure else (self._results(), self._results())
-        accumulated = self._gradients.accumulated
+        accumulated, shards = self._gradients.accumulated, self._gradients.of_shards
         return UpdateDescription(
             type(self._optimizer).__name__,
             self._number,
@@ -221,6 +233,11 @@ class HeldUpdate:
             _scale_of_losses(),
             has_closure,
             tuple(self._gradients.losses),
+            tuple(
+                (shards[id(w)], TensorSample.of(own_part(read[name])))
+                for name, w in weights.items()
+                if id(w) in shards and name in read
+            ),
         )
 
     def show_inputs(self) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from graftlab.grafting.self_graft import CountingHandler
 from graftlab.ranks.held_call import HeldCall, WatchChoice
+from graftlab.ranks.held_update import GradientWatch, HeldUpdate
 from graftlab.taps.routing import handled_by
 
 RANKS = 2
@@ -71,8 +72,26 @@ def hold_calls(rank: int, folder: Path) -> None:
     assert all(isinstance(weight, DTensor) for weight in model.parameters())
     for found in (*results, described.plain[""], model(x)):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-    model(x).sum().backward()
+    watch = GradientWatch()
+    model.reshard()
+    watch.add_weights(model)
+    watch.install()
+    for factor in (1.0, 3.0):
+        model.zero_grad()
+        (factor * model(x).sum()).backward()
+    watch.remove()
     assert all(isinstance(weight.grad, DTensor) for weight in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    update = HeldUpdate(optimizer.step, optimizer, {"": model}, watch, {}, number=1, calls=1).describe()
+    # Those of the last backward pass, before they are clipped.
+    assert len(update.of_shards) == 4
+    factors = [after.norm / before.norm for before, after in update.of_shards]
+    assert max(factors) - min(factors) < 1e-5 < max(factors) < 0.1
+    for (before, _), weight in zip(update.of_shards, model.parameters(), strict=True):
+        assert before.shape == tuple(weight.to_local().shape)
+    watch.begin_step()
+    assert watch.of_shards == {}
     dist.destroy_process_group()
 
 

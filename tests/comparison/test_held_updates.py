@@ -472,6 +472,19 @@ def test_a_scaled_loss_is_an_alarm_only_where_clipping_may_have_taken_the_scale_
         assert "and a later step divides them by that factor" in (*found.sentences, *found.unseen)[0]
 
 
+@pytest.mark.parametrize(("of_loss", "is_alarm"), [(0.5, True), (1.0, False)])
+def test_a_factor_of_sharded_gradients_that_clipping_removes_is_reported(of_loss: float, is_alarm: bool) -> None:
+    # Both sides clip; on the target each rank knows what happened to its own part alone.
+    left, part = drawn(0), drawn(1)
+    rows = [row("w", 0, 0.37 * left, 0.37 * left)]
+    ours = description({"w": 0.37 * left}, {"w": left})
+    before, after = (TensorSample.of(each) for each in (of_loss * part, 0.37 * part))
+    theirs = replace(description({"w": 0.37 * left}, {}), of_shards=((before, after),))
+    found = judge_gradients(rows, [ours], [theirs], {})
+    said = "The target's gradients after the backward passes are 0.5 times the baseline's, and a later step divides"
+    assert (bool(found.sentences), any(each.startswith(said) for each in found.sentences)) == (is_alarm, is_alarm)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "is_unscaled"),
     [
