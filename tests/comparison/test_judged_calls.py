@@ -536,6 +536,11 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     answer, remarks = judged(held(), held(ONES[:2]), match=proposal)
     assert answer == "inconclusive"
     assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
+    # An input that is a part of the other side's: as where one side computes both halves of a batch in turn.
+    row = PairRule("x[kind=input]", "z[kind=input]", "part(0, of=[2, 2])")
+    with_inputs.frame["name"] = [name.removesuffix("@input") for name in with_inputs.frame["name"]]
+    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal)[0] == "differ"
+    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=[row]) == ("inconclusive", remarks)
 
 
 def test_taps_clear_nothing_if_no_result_was_compared() -> None:
