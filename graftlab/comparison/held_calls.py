@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -256,8 +257,13 @@ def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal)
         return None
     parsed = map(TapCallName.of, proposal.unmatched_baseline)
     alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
-    if not all(any(weight.startswith(f"{name}.") for weight in alone) for name in named["name"]):
-        return None
+    modules: dict[str, set[str]] = defaultdict(set)
+    for pair in proposal.pairs:
+        # Some taps have the target's name in a verdict.
+        modules[TapCallName.of(pair.target).name].add(TapCallName.of(pair.baseline).name)
+    for name in named["name"]:
+        if not any(weight.startswith(f"{each}.") for weight in alone for each in (name, *modules[name])):
+            return None
     return (
         f"Weights of {first_of(list(dict.fromkeys(named['group'])))} have no partner, as where the target has merged "
         f"them with others. Their rounding to {' and '.join(dtypes)} may explain what follows (up to "
