@@ -19,6 +19,7 @@ from graftlab.verdict.added import coarser_dtype, measured_rows
 
 _MOST = 16 << 20
 """The most numbers of weights that are looked at."""
+_OF_32_BITS = 1e-6
 
 
 def stored_otherwise(runs: VerdictRuns, rows: Sequence[dict[str, Any]], threshold: float) -> dict[str, str]:
@@ -30,12 +31,16 @@ def stored_otherwise(runs: VerdictRuns, rows: Sequence[dict[str, Any]], threshol
     """
     names = {row["name"] for row in rows}
     modules = Counter((row["name"].rpartition(".")[0], row["rank"]) for row in rows)
-    if not rows or max(modules.values()) > 1 or sum(row["numel"] for row in rows) > _MOST:
+    roundings = [roundoff(coarser_dtype(row)) for row in rows]
+    # The rounding of 16 bits hides a wrong number.
+    if not rows or max(roundings) > _OF_32_BITS or max(modules.values()) > 1:
+        return {}
+    if sum(row["numel"] for row in rows) > _MOST:
         return {}
     try:
         runs.lend_weights([*names], [*names])
         pairs = [runs.pair(row["name"], int(row["rank"]), 0, {"kind": "param"}) for row in rows]
-        forms = [_form(*pair, threshold * roundoff(coarser_dtype(row))) for row, pair in zip(rows, pairs, strict=True)]
+        forms = [_form(*pair, 2 * rounding) for pair, rounding in zip(pairs, roundings, strict=True)]
         of_groups = {(group_of(row["name"]), form) for row, form in zip(rows, forms, strict=True)}
         if None in forms or len(of_groups) > len({group for group, _ in of_groups}):
             return {}
@@ -82,11 +87,11 @@ def _form(baseline: torch.Tensor, target: torch.Tensor, limit: float) -> str | N
     add = float(theirs.mean() - factor * ours.mean())
     add = float(round(add)) if abs(add - round(add)) <= _NEAR else add
     error = (theirs - (factor * ours + add)).abs().max()
-    if not factor or not error <= limit * theirs.abs().max():
+    if not factor or (factor, add) == (1.0, 0.0) or not error <= limit * theirs.abs().max():
         return None
     how = [f"times {factor:.6g}"] if factor != 1 else []
     how += [f"{'plus' if add > 0 else 'minus'} {abs(add):.6g}"] if add else []
-    return f"the baseline's {' '.join(how)}".strip()
+    return f"the baseline's {' '.join(how)}"
 
 
 _NEAR = 1e-5

@@ -64,6 +64,8 @@ def plant(fault: str, net: nn.Sequential) -> None:
             each.norm.weight.copy_(weight - 1)
     if "spare" in fault:
         net[1].spare.weight.mul_(2)
+    if "slightly" in fault:
+        net[1].norm.weight[0] *= 1 + 3e-6
     if "one norm" in fault:
         net[0].norm.weight[0] += 1e-3
     if "factor" in fault:
@@ -123,7 +125,9 @@ def test_weights_that_are_stored_in_another_form_are_no_difference(session: gl.S
     assert torch.equal(after.target[0][0], after.baseline[0][0] - 1)
 
 
-@pytest.mark.parametrize("fault", ["spare", "shifted, but spare", "shifted, but one norm", "shifted, but factor"])
+@pytest.mark.parametrize(
+    "fault", ["spare", "slightly", "shifted, but spare", "shifted, but one norm", "shifted, but factor"]
+)
 def test_weights_of_another_form_that_are_not_read_or_wrong_still_differ(session: gl.Session, fault: str) -> None:
     verdict = session.verdict(call, call, args=(fault,))
     assert "already differ: " in verdict.text
