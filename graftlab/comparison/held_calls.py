@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +60,7 @@ _PAIRS_ALONE = (
     "wrong, a mistake may show only from other inputs."
 )
 _NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
+_OTHER_BATCH = "The calls have batches of different sizes,"
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
 _NARROW = ("bfloat16", "float16")
@@ -190,6 +192,7 @@ def _conclude(
     returned = baseline[0].returned, target[0].returned
     cannot_tell = trusted and not results.compared
     unlike: list[str] = []
+    given_alike = bool(len(inputs)) and not _has_parts(inputs, pairs)
     if moves_rows:
         if not known:
             conclusion.withdraw_agreement()
@@ -199,14 +202,15 @@ def _conclude(
     elif len(baseline) == len(target):
         # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
         unlike = values_of_other_shapes(baseline[0].plain, target[0].plain, matched=proposal is not None)
-    if conclusion.answer == "inconclusive" and cannot_tell and not len(inputs):
-        conclusion.reasons += _other_batch(baseline, target) or unlike[:1]
+    may_be_other_work = cannot_tell and not given_alike and conclusion.answer != "differ"
+    if may_be_other_work and (unlike or conclusion.answer == "inconclusive"):
+        conclusion.reasons += other_batch(baseline, target) or unlike[:1]
     else:
         conclusion.reasons += unlike[:1]
     if unlike and trusted and conclusion.answer != "differ":
         # If the inputs are equal, a different number of values is a different result.
         resized = values_of_other_shapes(*returned, matched=True)
-        conclusion.answer = "differ" if len(inputs) and resized else "inconclusive"
+        conclusion.answer = "differ" if given_alike and resized else "inconclusive"
     if conclusion.answer == "inconclusive" and cannot_tell and not unlike:
         conclusion.reasons.append(_NOT_COMPARED)
     if proposal is not None and proposal.unpaired_rows:
@@ -215,6 +219,12 @@ def _conclude(
     if findings.contradicting_pairs:
         conclusion.doubt(_PAIRS_ALONE)
     return conclusion
+
+
+def _has_parts(inputs: pd.DataFrame, pairs: Sequence[PairRule]) -> bool:
+    """Whether one of these inputs is a part of the other side's, such as one row of a batch of two."""
+    names = {*inputs["name"]}
+    return any(rule.is_part for rule in pairs if TapCallName.of(rule.baseline).name in names)
 
 
 def _in_order_of_parts(
@@ -275,8 +285,13 @@ def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal)
         return None
     parsed = map(TapCallName.of, proposal.unmatched_baseline)
     alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
-    if not all(any(weight.startswith(f"{name}.") for weight in alone) for name in named["name"]):
-        return None
+    modules: dict[str, set[str]] = defaultdict(set)
+    for pair in proposal.pairs:
+        # Some taps have the target's name in a verdict.
+        modules[TapCallName.of(pair.target).name].add(TapCallName.of(pair.baseline).name)
+    for name in named["name"]:
+        if not any(weight.startswith(f"{each}.") for weight in alone for each in (name, *modules[name])):
+            return None
     return (
         f"Weights of {first_of(list(dict.fromkeys(named['group'])))} have no partner, as where the target has merged "
         f"them with others. Their rounding to {' and '.join(dtypes)} may explain what follows (up to "
@@ -551,7 +566,7 @@ def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
     return more[chosen], fewer
 
 
-def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
     ours, theirs = baseline[0].returned, target[0].returned
     shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
@@ -561,9 +576,14 @@ def _other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescr
     if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
         return []
     return [
-        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
-        "target, so they do different work: let both sides call their models with the same batch."
+        f"{_OTHER_BATCH} {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the target, so they do "
+        "different work: let both sides call their models with the same batch."
     ]
+
+
+def is_of_other_batch(compared: Comparison) -> bool:
+    """Whether this comparison of a call is inconclusive because the sides have batches of different sizes."""
+    return any(each.startswith(_OTHER_BATCH) for each in compared.remarks)
 
 
 def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from graftlab.base.tap_groups import kind_of
+from graftlab.base.tap_groups import is_output, kind_of
 from graftlab.base.text import first_of
 from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED, records
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.wording import NOT_CHECKED
+from graftlab.verdict.wording import NOT_CHECKED, Findings
 
 _NARROW = ("bfloat16", "float16")
 # A query may read mainly the few tokens that were moved, so it differs by more than their whole sequence. A state sums
@@ -25,17 +27,24 @@ class InheritedRounding:
     What those calls wrote, such as a cache, is off likewise, and so is what reads it in the same modules. If it was not
     compared, a verdict on a later call may find nothing but that. Taps of 16 bits count if they were off by far more
     than rounding and agreed from equal inputs, as after a flipped choice; those of more bits always do.
+
+    The scripts' own code between two calls, such as a sampler, may compute the later one's inputs from rounded results.
     """
 
     def __init__(self) -> None:
         self._moved: dict[tuple[str, bool], float] = {}
+        self._results = 0.0
+        """How far results were apart in the calls so far."""
 
     def add(self, compared: Verdict) -> None:
         """Add a call. One in which something is named proves nothing of rounding."""
         found = compared.findings
         is_unexplained = found.unexplained and not found.is_rounding_possible
+        if self._rounded_inputs(found):
+            self._add_results(found)
         if {*found.named} - {*found.rounding.groups} or is_unexplained or found.data:
             return
+        self._add_results(found)
         for row in records(found.frame):
             if kind_of(row["tags"]) is None and row["error"] is not None and _is_rounding(row, compared):
                 self._moved[_part(row)] = max(self._before(row), row["error"])
@@ -43,6 +52,8 @@ class InheritedRounding:
     def doubts(self, compared: Verdict) -> list[str]:
         """Sentences on why a call that differs may be right; none if it cannot be."""
         found = compared.findings
+        if inputs := self._rounded_inputs(found):
+            return self._after_rounded_results(max(inputs, key=lambda row: row["added"]))
         if found.data or found.unexplained or found.following or found.origins is None:
             return []
         named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
@@ -64,6 +75,30 @@ class InheritedRounding:
 
     def _before(self, row: dict[str, Any]) -> float:
         return self._moved.get(_part(row), 0.0)
+
+    def _add_results(self, found: Findings) -> None:
+        for row in records(found.frame):
+            if is_output(row["name"]) and kind_of(row["tags"]) is None and row["error"] is not None:
+                self._results = max(self._results, row["error"])
+
+    def _rounded_inputs(self, found: Findings) -> list[dict[str, Any]]:
+        """The inputs that differ, if nothing else does, and they by little more than the results of earlier calls."""
+        named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
+        if found.unexplained or found.following or not all(line.startswith(BEGINNINGS["input"]) for line in found.data):
+            return []
+        # Whole numbers, such as tokens, do not round.
+        if not all(kind_of(row["tags"]) == "input" and roundoff(row["dtype"]) for row in named):
+            return []
+        are_near = all(row["added"] is not None and row["added"] <= _MOST * self._results for row in named)
+        return named if are_near else []
+
+    def _after_rounded_results(self, worst: dict[str, Any]) -> list[str]:
+        return [
+            f"{worst['name']} differs by {worst['added']:.2g}, and nothing else does. In earlier calls rounding had "
+            f"moved the results by up to {self._results:.2g}. The scripts' own code between the calls may have "
+            "amplified that, as a guidance scale does, or it differs. Compare both sides in float64 to find out.",
+            f"{NOT_CHECKED}the scripts' own code between the calls, which computes {worst['name']}.",
+        ]
 
     def _after_flips(self, worst: dict[str, Any], groups: Sequence[str]) -> list[str]:
         return [

@@ -17,7 +17,13 @@ from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
-from graftlab.comparison.held_calls import is_beyond_rounding, judge_held_calls, judge_until_exception
+from graftlab.comparison.held_calls import (
+    is_beyond_rounding,
+    is_of_other_batch,
+    judge_held_calls,
+    judge_until_exception,
+    other_batch,
+)
 from graftlab.comparison.held_units import (
     HeldUnits,
     described_as,
@@ -222,6 +228,8 @@ class _HeldInTurn:
                 return self._ended(held)
             elif not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
                 compared = agreeing
+            elif self._is_out_of_step(held):
+                compared = self._passed_over(held)
             else:
                 held = self._described_whole(held)
                 compared = self._judge_call(held)
@@ -401,6 +409,26 @@ class _HeldInTurn:
             # As long as the judged calls took. Scripts that continue afterwards must not be delayed.
             self._judged_by = 0.0 if self._choice.keep_going else now + max(now - self._began, _LOOK_AT_RESULTS)
         return now > self._judged_by
+
+    def _is_out_of_step(self, held: HeldUnits) -> bool:
+        """Whether this call and an earlier one have batches of different sizes on the two sides, as where one side
+        computes both halves of classifier-free guidance at once. Then the partner of a call is perhaps a later one.
+        """
+        calls = described_as(held, CallDescription)
+        return self._has_other_batch and not trains(held) and bool(other_batch(*calls))
+
+    @property
+    def _has_other_batch(self) -> bool:
+        return any(map(is_of_other_batch, self._undecided.values()))
+
+    def _passed_over(self, held: HeldUnits) -> Comparison:
+        """The comparison so far, without the call that is held."""
+        if self._are_judged:
+            self._judged_by = 0.0
+            return self._compared
+        self._models.append(described_as(held, CallDescription)[0][0].model)
+        self._undecided[len(self._models) - 1] = next(filter(is_of_other_batch, self._undecided.values()))
+        return self._compared
 
     def _judge_call(self, held: HeldUnits) -> Comparison:
         baseline, target = described_as(held, CallDescription)
@@ -617,6 +645,9 @@ class _HeldInTurn:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
                     differ = f"{before} {more} {what} again, and the {fewer} ends: one side does so more often."
+                    if self._has_other_batch:
+                        # As many calls of smaller batches do less.
+                        return self._concluded()
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()
 

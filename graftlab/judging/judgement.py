@@ -33,6 +33,7 @@ from graftlab.judging.partial_sums import (
     partial_sums,
 )
 from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
+from graftlab.judging.stored_weights import text_on_stored, without_weights
 from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
 from graftlab.judging.unmeasured import (
     baseline_changed,
@@ -423,6 +424,7 @@ class Judgement:
         self._weights = LentWeights.of(self._runs, compared, self._threshold)
         if self._weights.compared is not None:
             compared, returned = self._weights.compared, self._runs.returned
+        compared = without_weights(compared, self._weights.stored)
         grafted = self._attempt(
             "the run in which every tap was grafted",
             lambda: self._runs.both("what each tap adds", RunFilters(b2t="True")),
@@ -788,7 +790,7 @@ class Judgement:
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
         remarks += [masks_alike(self._masks_alike)] if self._masks_alike else []
-        remarks += more
+        remarks += [*more, *text_on_stored(self._weights.stored)]
         if not naming.named:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:

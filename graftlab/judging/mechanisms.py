@@ -18,6 +18,7 @@ from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import GraftError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
+from graftlab.judging.stored_weights import stored_otherwise
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns, kept_pair
 from graftlab.plan.pairs import PairRule, PairTable
 from graftlab.rows.schema import MEASURED
@@ -25,7 +26,7 @@ from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
 from graftlab.verdict.hints import Hint, hint_of
-from graftlab.verdict.model_data import weights_to_lend, with_data_of, without_data
+from graftlab.verdict.model_data import differing_rows, weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import (
     ErrorOrigin,
     ErrorOrigins,
@@ -56,13 +57,15 @@ class LentWeights:
     """The findings of a run in which the target had the baseline's weights where they differ; false if there was none.
 
     ``compared`` are its rows, but the rows of weights are those of a run with each side's own. ``hints`` and ``maps``
-    show the weights, by group. ``failure`` is the reason if weights differ and could not be lent.
+    show the weights, by group. ``failure`` is the reason if weights differ and could not be lent. ``stored`` has those
+    that differ and are right, because the target stores them in another form.
     """
 
     compared: pd.DataFrame | None = None
     hints: Mapping[str, str] = field(default_factory=dict)
     maps: Mapping[str, ShownMap] = field(default_factory=dict)
     failure: str | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.compared is not None
@@ -74,7 +77,9 @@ class LentWeights:
         distance = _distance(plain, runs.returned) if rows else math.nan
         if not distance > threshold:
             # Weights that are folded into each other, or permuted together, compute the same: each side needs its own.
-            return cls()
+            # Without a known distance they may as well be wrong.
+            are_alike = distance <= threshold
+            return cls(stored=stored_otherwise(runs, differing_rows(plain, threshold), threshold) if are_alike else {})
         looked_at = rows[:_WEIGHTS_LOOKED_AT]
         try:
             compared = runs.lend_weights([row["name"] for row in rows], [row["name"] for row in looked_at])

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Part, Rows, Window, join_parts
-from graftlab.matching.names import fused_roles, last_role, layer_of, layers_of, place_of, role_of
+from graftlab.matching.names import (
+    fused_roles,
+    in_any_layer,
+    last_role,
+    layer_of,
+    layers_of,
+    path_numbers_of,
+    place_of,
+    role_of,
+)
 from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
 
@@ -197,10 +206,11 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
         odd = Counter(map(_arrangement, groups[place]))
         example = usual[0]
         targets = {each.target for each in usual}
+        regular = _regular(groups[place])
         for pair in groups[place]:
             key = _arrangement(pair)
             # The usual pairs are among these.
-            if pair.target in targets or 2 * odd[key] > len(usual):
+            if pair.target in targets or 2 * odd[key] > len(usual) or key in regular:
                 continue
             if key[2] == layers_of(example.baseline):
                 text = (
@@ -212,7 +222,10 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
             # Another result of the same module is no further layer of this one.
             rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))
             expected = next((rule.baseline_for(pair.target) for rule in rules), None)
-            taken = expected is not None and bool(partners.get(expected, set()) - {pair.target})
+            others = partners.get(expected, set()) - {pair.target} if expected is not None else set()
+            # All layers may share a tap without a layer, such as a table of angles, of which the model has two copies.
+            shared = expected is not None and layer_of(expected) is None
+            taken = any(not shared or layers_of(other) != place for other in others)
             moved = expected in baseline and places.get(key[2], place) != place
             if taken or moved:
                 text = (
@@ -221,6 +234,19 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
                 )
                 problems.append(Contradiction(pair.target, text))
     return problems
+
+
+def _regular(pairs: Sequence[Pair]) -> set[tuple[str, str, str]]:
+    """How pairs of the same place within their layers are arranged, if most layers agree on it.
+
+    A list may alternate between two kinds, as ``convs.{0, 1, 2, 3}`` where the baseline has ``convs1`` and ``convs2``.
+    """
+    within: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for pair in pairs:
+        if len(path_numbers_of(pair.target)) > 1:
+            within[in_any_layer(pair.target)].append(_arrangement(pair))
+    usual = [(Counter(found).most_common(1)[0], len(found)) for found in within.values()]
+    return {arrangement for (arrangement, count), size in usual if count > 1 and 2 * count > size}
 
 
 def in_groups(pairs: Sequence[Pair], unsure: Collection[str]) -> list[Contradiction]:

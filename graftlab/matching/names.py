@@ -91,6 +91,11 @@ def layer_of(name: str) -> int | None:
     return int(found.group()) if found else None
 
 
+def in_any_layer(name: str) -> str:
+    """The name with a placeholder for its layer number alone, and not for what is counted within the layer."""
+    return _PATH_NUMBER.sub(_ANY, name, count=1)
+
+
 def path_numbers_of(name: str) -> tuple[int, ...]:
     """All numbers that are parts of a name's path: of layers, and of what is counted within them."""
     return tuple(int(number) for number in _PATH_NUMBER.findall(name))

@@ -212,6 +212,11 @@ def weights_to_lend(compared: pd.DataFrame, threshold: float) -> list[dict[str, 
     return found
 
 
+def differing_rows(compared: pd.DataFrame, threshold: float) -> list[dict[str, Any]]:
+    """The rows of all weights that differ."""
+    return [row for rows in _weights(compared, threshold).values() for row in rows]
+
+
 def with_data_of(compared: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
     """The rows of a run with lent weights, but the rows of weights from ``plain``, in which each side had its own."""
     return pd.concat([data_rows(plain).assign(step=compared["step"].min()), compared])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.held_call import CallDescription, ScriptEnd
 from graftlab.session import Session
 from graftlab.verdict.wording import Findings
 
@@ -57,8 +58,16 @@ def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
 class InTurn(_HeldInTurn):
     """Scripts that call Net as often as there are answers; part N is not checked in call N."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, answers: Sequence[Answer], **found: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        answers: Sequence[Answer],
+        rows: tuple[int, int] = (2, 2),
+        **found: Any,
+    ) -> None:
         super().__init__(Mock(folder=folder), ScriptChoice())
+        self._rows = rows
         row = {"name": "a", "group": "a", "tags": {}, "label": "clean", "error": 0.0, "ratio": 0.5, "added": 0.0}
         frame = pd.DataFrame([{**row, "dtype": "float32", "cast": None}])
         self._left_to_judge = [
@@ -70,8 +79,9 @@ class InTurn(_HeldInTurn):
         monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: self._left_to_judge.pop(0))
 
     def _first(self) -> HeldUnits:
-        call = CallDescription("Net", len(self._models) + 1, False, ("a",), {"": torch.ones(2)}, {})
-        return HeldUnits([call], [call])
+        results = [{"": torch.ones(rows, 3)} for rows in self._rows]
+        ours, theirs = (CallDescription("Net", len(self._models) + 1, False, ("a",), each, {}) for each in results)
+        return HeldUnits([ours], [theirs])
 
     def _next(self, side: object, before: object) -> HeldUnits | None:
         return self._first() if self._left_to_judge else None
@@ -99,6 +109,29 @@ def test_an_inconclusive_call_is_not_cleared_by_later_ones_that_agree(
     assert compared.remarks[-1] == "Not checked: part 2."
     assert {"Not checked: in call 1, part 1.", "Not checked: in call 3, part 3."} <= {*compared.remarks}
     assert "Not checked: in call 2, part 2." not in compared.remarks
+
+
+def test_calls_of_other_batches_are_not_paired_after_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    halves = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ", "differ", "differ", "differ"], rows=(2, 1))
+    said = "The calls have batches of different sizes, 2 on the baseline and 1 on the target."
+    halves._left_to_judge[0] = replace(halves._left_to_judge[0], remarks=(said,))
+    halves._session.plan.pairs = ()
+    compared = halves.judge()
+    assert (compared.answer, len(halves._left_to_judge)) == ("inconclusive", 4)
+    assert compared.text.splitlines()[:2] == ["Calls 1, 2, 3 and 4 can only be judged in part.", said]
+    # The side with smaller batches makes more calls.
+    monkeypatch.setattr(scripts, "scripts_of", lambda _: {})
+    halves._session.ranks = [Mock(alive=True)] * 2
+    once_more = HeldUnits([ScriptEnd()], [CallDescription("Net", 5, False, ("a",), {}, {})])
+    assert halves._ended(once_more).answer == "inconclusive"
+    halves._undecided.clear()
+    assert halves._ended(once_more).answer == "differ"
+    # A warm-up may have another batch than what follows.
+    warmed = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"])
+    warmed._left_to_judge[0] = replace(warmed._left_to_judge[0], remarks=(said,))
+    assert warmed.judge().answer == "differ"
 
 
 def test_what_was_not_checked_in_an_earlier_call_is_said_in_the_conclusion(

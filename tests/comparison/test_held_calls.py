@@ -20,7 +20,7 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison import held_calls
 from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
-from graftlab.comparison.held_calls import _have_equal_rows, _other_batch, judge_held_calls, names_pair
+from graftlab.comparison.held_calls import _have_equal_rows, judge_held_calls, names_pair, other_batch
 from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
@@ -364,12 +364,12 @@ def test_a_script_has_failed_if_it_raised_or_ended_without_a_word(
 )
 def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[int, ...], said: bool) -> None:
     calls = [CallDescription("Net", 1, False, (), {"x": torch.ones(each)}, {}) for each in (ours, theirs)]
-    told = _other_batch(calls[:1], calls[1:])
+    told = other_batch(calls[:1], calls[1:])
     assert bool(told) == said
     assert not said or told[0].startswith(
         "The calls have batches of different sizes, 3 on the baseline and 2 on the target"
     )
-    assert not _other_batch(calls[:1] * 2, calls[1:])
+    assert not other_batch(calls[:1] * 2, calls[1:])
 
 
 def rows_in_calls(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -156,3 +156,50 @@ def test_what_reads_a_state_moved_by_rounding_may_be_right_if_the_output_agrees(
         assert doubts[0].startswith("h.1.o adds 2e-06 here, and the output still agrees. In earlier calls rounding")
         assert doubts[1] == "Not checked: what earlier calls wrote for o, such as a state or a cache."
     assert after().doubts(found) == []
+
+
+def given(name: str = "input.x", **parts: Any) -> dict[str, Any]:
+    return wide(name, **{"label": "culprit", "tags": {"kind": "input"}, "added": 6e-6, "error": 6e-6, **parts})
+
+
+INPUTS_DIFFER = {
+    "data": ["The inputs already differ: input.x (rel_l2 6e-06). The code that uses them is judged below."]
+}
+
+
+@pytest.mark.parametrize(
+    ("taps", "parts", "is_excused"),
+    [
+        ([given()], {}, True),
+        ([given(), wide("h.1.o", label="clean")], INPUTS_DIFFER, True),
+        ([given(added=8e-6)], INPUTS_DIFFER, False),
+        ([given(added=float("nan"))], INPUTS_DIFFER, False),
+        ([given(), wide("h.1.o")], INPUTS_DIFFER, False),
+        # Tokens do not round.
+        ([given(dtype="int64")], INPUTS_DIFFER, False),
+        ([given()], {"data": [*INPUTS_DIFFER["data"], "The weights already differ."]}, False),
+        ([given()], {"unexplained": ["The returned value differs."]}, False),
+        ([wide("h.1.o", label="clean")], INPUTS_DIFFER, False),
+    ],
+)
+def test_inputs_that_differ_by_little_more_than_earlier_results_may_be_rounding(
+    taps: list[dict[str, Any]], parts: dict[str, Any], is_excused: bool
+) -> None:
+    earlier = verdict(wide("output", label="clean", ratio=0.5, error=7e-7), wide("h.1", label="clean", error=1e-3))
+    doubts = after(earlier).doubts(verdict(*taps, **parts))
+    assert bool(doubts) is is_excused
+    if is_excused:
+        assert doubts[0].startswith("input.x differs by 6e-06, and nothing else does. In earlier calls rounding had ")
+        assert doubts[1].startswith("Not checked: the scripts' own code between the calls")
+    # Nothing had moved the results of the first call.
+    assert after().doubts(verdict(*taps, **parts)) == []
+
+
+def test_the_results_of_rounded_inputs_are_what_the_next_inputs_are_computed_from() -> None:
+    first = verdict(wide("output", label="clean", ratio=0.5, error=7e-7))
+    second = verdict(given(), wide("output", label="inherited", error=9e-6), **INPUTS_DIFFER)
+    assert after(first).doubts(verdict(given(added=5e-5), **INPUTS_DIFFER)) == []
+    assert after(first, second).doubts(verdict(given(added=5e-5), **INPUTS_DIFFER))
+    # The results of inputs that differ by more prove nothing of rounding.
+    wrong = verdict(given(added=1e-3), wide("output", label="inherited", error=1e-3), **INPUTS_DIFFER)
+    assert after(first, wrong)._results == 7e-7

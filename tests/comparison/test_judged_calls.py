@@ -327,6 +327,9 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     assert said[0] == answer
     merged = "Weights of 0.q have no partner, as where the target has merged them with others."
     assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
+    # A verdict may name the tap as the target does.
+    wide = Verdict(found("x", label=label, ratio=9.0, added=added), 5)
+    assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
 
 
 @pytest.mark.parametrize(
@@ -536,6 +539,11 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     answer, remarks = judged(held(), held(ONES[:2]), match=proposal)
     assert answer == "inconclusive"
     assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
+    # An input that is a part of the other side's: as where one side computes both halves of a batch in turn.
+    row = PairRule("x[kind=input]", "z[kind=input]", "part(0, of=[2, 2])")
+    with_inputs.frame["name"] = [name.removesuffix("@input") for name in with_inputs.frame["name"]]
+    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal)[0] == "differ"
+    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=[row]) == ("inconclusive", remarks)
 
 
 def test_taps_clear_nothing_if_no_result_was_compared() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graftlab.comparison import functions, held_calls
 from graftlab.comparison.answers import ComparisonStopped, known_at
-from graftlab.comparison.held_calls import _not_checked, _other_batch, _without_taps, why_no_backward
+from graftlab.comparison.held_calls import _not_checked, _without_taps, other_batch, why_no_backward
 from graftlab.comparison.held_units import why_not_held
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
@@ -88,10 +88,10 @@ def test_taps_pair_by_names_unless_results_have_other_shapes_that_are_no_parts()
 
 
 def test_calls_of_batches_of_different_sizes_are_said_to_be() -> None:
-    (said,) = _other_batch([call(X)], [call(X[:1])])
+    (said,) = other_batch([call(X)], [call(X[:1])])
     assert said.startswith("The calls have batches of different sizes, 2 on the baseline and 1 on the target")
     scalar = torch.tensor(1.0)
-    assert _other_batch([call({"": X, "loss": scalar})], [call({"": X[:1], "loss": scalar})]) == [said]
+    assert other_batch([call({"": X, "loss": scalar})], [call({"": X[:1], "loss": scalar})]) == [said]
     same: list[tuple[list[CallDescription], list[CallDescription]]] = [
         ([call(X)], [call(X)]),
         ([call(X)], [call(X[:1, :4])]),
@@ -102,7 +102,7 @@ def test_calls_of_batches_of_different_sizes_are_said_to_be() -> None:
         ([call({"a": X})], [call({"b": X})]),
     ]
     for ours, theirs in same:
-        assert _other_batch(ours, theirs) == []
+        assert other_batch(ours, theirs) == []
 
 
 def test_what_taps_switch_off_is_named_with_the_farthest_result() -> None:

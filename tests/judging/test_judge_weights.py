@@ -11,6 +11,13 @@ import graftlab as gl
 pytestmark = pytest.mark.ranks
 
 
+class Shifted(nn.LayerNorm):
+    """A norm whose code adds 1 to its weight, which is stored without that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +40,7 @@ def call(fault: str) -> torch.Tensor:
         with torch.no_grad():
             for each in net:
                 each.norm.weight.uniform_(0.5, 1.5)
+                each.spare = nn.Linear(2, 2) if "spare" in fault else None
             if gl.here().side == "target":
                 plant(fault, net)
         gl.watch(net, prefix="layers.", params=True)
@@ -50,6 +58,16 @@ def plant(fault: str, net: nn.Sequential) -> None:
         for each in net:
             each.up.weight.mul_(each.norm.weight)
             each.norm = nn.LayerNorm(16, elementwise_affine=False)
+    if "shifted" in fault:
+        for each in net:
+            weight, each.norm = each.norm.weight, Shifted(16)
+            each.norm.weight.copy_(weight - 1)
+    if "spare" in fault:
+        net[1].spare.weight.mul_(2)
+    if "slightly" in fault:
+        net[1].norm.weight[0] *= 1 + 3e-6
+    if "one norm" in fault:
+        net[0].norm.weight[0] += 1e-3
     if "factor" in fault:
         net[2].factor = 1.001
 
@@ -96,3 +114,21 @@ def test_weights_of_another_arrangement_are_not_exchanged(session: gl.Session) -
     verdict = session.verdict(call, call, args=("folded and factor",))
     assert "measured with the baseline's weights" not in verdict.text
     assert verdict.labels["layers.*"] == "culprit"
+
+
+def test_weights_that_are_stored_in_another_form_are_no_difference(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("shifted",))
+    assert verdict.text.startswith("No tap adds more than rounding")
+    said = "The target stores weights in another form: layers.*.norm.weight (the baseline's minus 1). "
+    assert f"\n{said}What their modules compute from them agrees." in verdict.text
+    after = session.run(weights, weights, args=("shifted",))
+    assert torch.equal(after.target[0][0], after.baseline[0][0] - 1)
+
+
+@pytest.mark.parametrize(
+    "fault", ["spare", "slightly", "shifted, but spare", "shifted, but one norm", "shifted, but factor"]
+)
+def test_weights_of_another_form_that_are_not_read_or_wrong_still_differ(session: gl.Session, fault: str) -> None:
+    verdict = session.verdict(call, call, args=(fault,))
+    assert "already differ: " in verdict.text
+    assert "in another form" not in verdict.text

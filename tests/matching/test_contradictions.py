@@ -83,6 +83,23 @@ def test_another_partner_is_odd_if_the_usual_is_taken_or_it_belongs_elsewhere() 
     assert odd.text.startswith("l.4.ffn is h.4.mlp in the layout 'part(")
 
 
+def test_a_table_that_all_layers_share_is_not_taken_by_the_others_of_them() -> None:
+    # A rotary embedding has its frequencies twice.
+    pairs = [*(pair("rope.inv", f"l.{n}.inv") for n in range(3)), pair("rope.original_inv", "l.3.inv")]
+    assert taps(pairs) == []
+    assert taps([*pairs, pair("rope.inv", "head.inv")]) == ["l.3.inv"]
+
+
+def test_a_list_that_alternates_between_two_kinds_is_not_odd_in_one_of_them() -> None:
+    second = [pair(f"h.{n}.second.{m}", f"l.{n}.convs.{2 * m + 1}") for n in range(4) for m in range(2)]
+    first = [pair(f"h.{n}.first.0", f"l.{n}.convs.0") for n in range(3)]
+    first_again = pair("h.0.first.1", "l.0.convs.2")
+    taken = pair("h.0.second.0", "l.3.other")
+    assert taps([*second, *first, first_again, taken]) == []
+    # In a single layer it is.
+    assert taps([*second, first[0], taken]) == ["l.0.convs.0"]
+
+
 def test_a_usual_tap_that_is_also_a_part_of_another_is_not_odd() -> None:
     assert taps([*layers(4), pair("h.0.b", "l.0.ffn", TURNED)]) == []
 
