@@ -154,7 +154,7 @@ def test_values_without_a_distance_do_not_hide_how_far_taps_move_others() -> Non
 def test_weights_that_are_merged_explain_only_what_is_named() -> None:
     def merged(label: str, added: float, *unmatched: str) -> str | None:
         frame = pd.DataFrame({"name": ["up"], "group": ["up"], "label": [label], "added": [added]})
-        proposal: Any = SimpleNamespace(unmatched_baseline=unmatched)
+        proposal: Any = SimpleNamespace(unmatched_baseline=unmatched, pairs=[])
         return held_calls._merged_weights(Findings(frame, 5.0, 1), ["bfloat16"], proposal)
 
     weight = "up.weight[kind=param]"
