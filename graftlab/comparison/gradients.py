@@ -26,6 +26,8 @@ _OF_ALL = 16.0
 _ALIKE = 0.99
 # Sums over ranks and steps are compared with at least this tolerance, because their parts may cancel.
 _SUM = 1e-3
+# A loss whose terms cancel, as that of a policy does, is zero but for their rounding.
+_OF_ZERO = 1e-5
 # A product with a power of two is exact, but the factor is computed from rounded sums.
 _EXACT = 1e-6
 _SHOWN = 4
@@ -150,9 +152,12 @@ def _compared_losses(
     of_ranks = [(sum(ours), sum(theirs)), *((one, other) for one in ours for other in theirs)]
     dtypes = {dtype for each in (baseline[0], target[0]) for dtype in each.dtypes.values()}
     inside = {sample.dtype for each in (baseline[0], target[0]) for sample in each.of_results.values()}
-    limit = max(_SUM, 4 * max(roundoff(dtype) for dtype in dtypes | inside))
+    rounding = 4 * max(roundoff(dtype) for dtype in dtypes | inside)
+    of_losses, of_zero = max(_SUM, rounding), max(_OF_ZERO, rounding)
     agree = any(
-        math.isclose(factor * one, other, rel_tol=limit, abs_tol=limit) for one, other in of_ranks for factor in factors
+        math.isclose(factor * one, other, rel_tol=of_losses, abs_tol=of_zero)
+        for one, other in of_ranks
+        for factor in factors
     )
     shown = [", ".join(f"{value:.6g}" for value in side) for side in (ours, theirs)]
     return _Losses(f"{shown[0]} on the baseline, {shown[1]} on the target", agree)

@@ -745,6 +745,11 @@ def test_losses_that_nothing_explains_are_reported_beside_equal_gradients(theirs
     assert said.startswith("The gradients agree, and the losses from which the backward passes begin differ: 2.5 on")
 
 
+def test_small_losses_differ_unless_rounding_explains_them() -> None:
+    assert losses_found([[5e-4]], [[2e-4]])
+    assert losses_found([[3e-6]], [[-2e-6]]) == ""
+
+
 def test_the_numbers_from_which_the_scripts_backward_passes_begin_are_noted() -> None:
     watched, model = GradientWatch(), nn.Linear(2, 1)
     original = torch.autograd.backward
