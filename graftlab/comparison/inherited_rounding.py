@@ -40,7 +40,7 @@ class InheritedRounding:
         """Add a call. One in which something is named proves nothing of rounding."""
         found = compared.findings
         is_unexplained = found.unexplained and not found.is_rounding_possible
-        if self._rounded_inputs(found):
+        if self._rounded_inputs(found) and self.doubts(compared):
             self._add_results(found)
         if {*found.named} - {*found.rounding.groups} or is_unexplained or found.data:
             return
@@ -52,11 +52,19 @@ class InheritedRounding:
     def doubts(self, compared: Verdict) -> list[str]:
         """Sentences on why a call that differs may be right; none if it cannot be."""
         found = compared.findings
-        if inputs := self._rounded_inputs(found):
-            return self._after_rounded_results(max(inputs, key=lambda row: row["added"]))
-        if found.data or found.unexplained or found.following or found.origins is None:
+        inputs = self._rounded_inputs(found)
+        if found.unexplained or found.following or (found.data and not inputs):
             return []
-        named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
+        others = [row for row in _named(found) if kind_of(row["tags"]) != "input"]
+        doubts = self._on_taps(found, others, moved_anyway=bool(inputs)) if others or not inputs else []
+        if inputs and (doubts or not others):
+            doubts = self._after_rounded_results(max(inputs, key=lambda row: row["added"]), bool(others)) + doubts
+        return doubts
+
+    def _on_taps(self, found: Findings, named: Sequence[dict[str, Any]], *, moved_anyway: bool) -> list[str]:
+        """Sentences on why what is named may be right. ``moved_anyway`` if rounded inputs move the output."""
+        if found.origins is None:
+            return []
         groups = list(dict.fromkeys(row["group"] for row in named))
         # Code before a module that is right may read a cache, and so may a module whose inputs were not all compared.
         may_read = [found.origins.are_right(each) or each in found.origins.not_compared for each in groups]
@@ -69,6 +77,7 @@ class InheritedRounding:
             return [] if found.contradicting_pairs else self._after_flips(worst, groups)
         # In more bits rounding cannot flip a choice, so a difference that changes the output is not inherited.
         keeps_output = bool(found.causes) and all(each.agrees and not each.cancelling for each in found.causes.values())
+        keeps_output |= moved_anyway and all(row["label"] == "minor" for row in named)
         if not keeps_output or any(map(_is_narrow, named)):
             return []
         return self._after_rounding(worst, groups)
@@ -82,21 +91,20 @@ class InheritedRounding:
                 self._results = max(self._results, row["error"])
 
     def _rounded_inputs(self, found: Findings) -> list[dict[str, Any]]:
-        """The inputs that differ, if nothing else does, and they by little more than the results of earlier calls."""
-        named = [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
-        if found.unexplained or found.following or not all(line.startswith(BEGINNINGS["input"]) for line in found.data):
+        """The inputs that differ, if no other data do, and they by little more than the results of earlier calls."""
+        inputs = [row for row in _named(found) if kind_of(row["tags"]) == "input"]
+        if not all(line.startswith(BEGINNINGS["input"]) for line in found.data):
             return []
         # Whole numbers, such as tokens, do not round.
-        if not all(kind_of(row["tags"]) == "input" and roundoff(row["dtype"]) for row in named):
-            return []
-        are_near = all(row["added"] is not None and row["added"] <= _MOST * self._results for row in named)
-        return named if are_near else []
+        near = [row["added"] is not None and row["added"] <= _MOST * self._results for row in inputs]
+        return inputs if all(near) and all(roundoff(row["dtype"]) for row in inputs) else []
 
-    def _after_rounded_results(self, worst: dict[str, Any]) -> list[str]:
+    def _after_rounded_results(self, worst: dict[str, Any], with_others: bool) -> list[str]:
         return [
-            f"{worst['name']} differs by {worst['added']:.2g}, and nothing else does. In earlier calls rounding had "
-            f"moved the results by up to {self._results:.2g}. The scripts' own code between the calls may have "
-            "amplified that, as a guidance scale does, or it differs. Compare both sides in float64 to find out.",
+            f"{worst['name']} differs by {worst['added']:.2g}{'' if with_others else ', and nothing else does'}. In "
+            f"earlier calls rounding had moved the results by up to {self._results:.2g}. The scripts' own code between "
+            "the calls may have amplified that, as a guidance scale does, or it differs. Compare both sides in float64 "
+            "to find out.",
             f"{NOT_CHECKED}the scripts' own code between the calls, which computes {worst['name']}.",
         ]
 
@@ -117,6 +125,11 @@ class InheritedRounding:
             "float64 to find out.",
             f"{NOT_CHECKED}what earlier calls wrote for {first_of(groups)}, such as a state or a cache.",
         ]
+
+
+def _named(found: Findings) -> list[dict[str, Any]]:
+    """The rows of what differs by more than another order of operations."""
+    return [row for row in records(found.frame) if row["label"] not in (*NOT_NAMED, ROUNDS_DIFFERENTLY)]
 
 
 def _is_rounding(row: dict[str, Any], compared: Verdict) -> bool:
