@@ -78,8 +78,10 @@ class InheritedRounding:
 
     def _add_results(self, found: Findings) -> None:
         for row in records(found.frame):
-            if is_output(row["name"]) and kind_of(row["tags"]) is None and row["error"] is not None:
-                self._results = max(self._results, row["error"])
+            # Without a finite error, as beside zeros alone, nothing is known of rounding.
+            error = row["error"] or 0.0
+            if is_output(row["name"]) and kind_of(row["tags"]) is None and math.isfinite(error):
+                self._results = max(self._results, error)
 
     def _rounded_inputs(self, found: Findings) -> list[dict[str, Any]]:
         """The inputs that differ, if nothing else does, and they by little more than the results of earlier calls."""
@@ -89,7 +91,7 @@ class InheritedRounding:
         # Whole numbers, such as tokens, do not round.
         if not all(kind_of(row["tags"]) == "input" and roundoff(row["dtype"]) for row in named):
             return []
-        are_near = all(row["added"] is not None and row["added"] <= _MOST * self._results for row in named)
+        are_near = not any(_is_one_sided(row) or row["added"] > _MOST * self._results for row in named)
         return named if are_near else []
 
     def _after_rounded_results(self, worst: dict[str, Any]) -> list[str]:

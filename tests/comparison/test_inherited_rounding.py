@@ -174,6 +174,7 @@ INPUTS_DIFFER = {
         ([given(), wide("h.1.o", label="clean")], INPUTS_DIFFER, True),
         ([given(added=8e-6)], INPUTS_DIFFER, False),
         ([given(added=float("nan"))], INPUTS_DIFFER, False),
+        ([given(ratio=float("inf"), floor=1e-7)], INPUTS_DIFFER, False),
         ([given(), wide("h.1.o")], INPUTS_DIFFER, False),
         # Tokens do not round.
         ([given(dtype="int64")], INPUTS_DIFFER, False),
@@ -203,3 +204,6 @@ def test_the_results_of_rounded_inputs_are_what_the_next_inputs_are_computed_fro
     # The results of inputs that differ by more prove nothing of rounding.
     wrong = verdict(given(added=1e-3), wide("output", label="inherited", error=1e-3), **INPUTS_DIFFER)
     assert after(first, wrong)._results == 7e-7
+    # Rounding of zeros has no size to compare with.
+    zeros = verdict(wide("output", label="clean", ratio=0.5, error=float("inf")))
+    assert after(first, zeros)._results == 7e-7
