@@ -164,7 +164,8 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     before, after = _changed_afterwards(baseline), _changed_afterwards(target)
     if times is None and before is not None and after is not None:
         # The gradients that the optimizers read are equal.
-        times, what = before / after, "gradients after the backward passes"
+        times = before / after * baseline.scale / target.scale
+        what = "gradients after the backward passes"
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (

@@ -485,6 +485,16 @@ def test_a_factor_of_sharded_gradients_that_clipping_removes_is_reported(of_loss
     assert (bool(found.sentences), any(each.startswith(said) for each in found.sentences)) == (is_alarm, is_alarm)
 
 
+def test_a_scaler_of_sharded_gradients_is_no_hidden_factor() -> None:
+    left, part = drawn(0), drawn(1)
+    rows = [row("w", 0, 0.37 * left, 0.37 * left)]
+    ours = description({"w": 0.37 * left}, {"w": left})
+    shards = ((TensorSample.of(1024 * part), TensorSample.of(0.37 * part)),)
+    theirs = replace(description({"w": 0.37 * left}, {}), of_shards=shards, scale=1024.0)
+    found = judge_gradients(rows, [ours], [theirs], {})
+    assert (found.sentences, found.unseen) == ((), ())
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "is_unscaled"),
     [
