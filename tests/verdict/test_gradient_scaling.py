@@ -96,7 +96,7 @@ def test_a_gradient_off_by_more_than_rounding_beside_the_factor_stays_named() ->
     assert _is_scaled(held, 2.0, 0.1)
 
 
-def test_a_scaler_as_large_as_usual_leaves_no_more_than_rounding() -> None:
+def test_a_large_factor_of_a_scaler_is_recognised() -> None:
     # Of some numbers the rest without the factor cannot be computed to seven digits from their norms.
     for seed in range(8):
         drawn = torch.randn(4096, generator=torch.Generator().manual_seed(seed))
