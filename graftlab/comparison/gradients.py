@@ -22,8 +22,9 @@ _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are rounding errors of zero.
 _OF_ALL = 16.0
 # Rounding errors of zero have random directions; from this cosine on a gradient is not one, unless all of it is as
-# small: the same code makes similar errors.
+# small: the same code makes similar errors. In 16 bits that would excuse a gradient that lacks some numbers.
 _ALIKE = 0.99
+_OF_32_BITS = 1e-6
 # Sums over ranks and steps are compared with at least this tolerance, because their parts may cancel.
 _SUM = 1e-3
 # A loss whose terms cancel, as that of a policy does, is zero but for their rounding.
@@ -169,7 +170,8 @@ def _hidden_factor(baseline: UpdateDescription, target: UpdateDescription, paire
     before, after = _changed_afterwards(baseline), _changed_afterwards(target)
     if times is None and before is not None and after is not None:
         # The gradients that the optimizers read are equal.
-        times, what = before / after, "gradients after the backward passes"
+        times = before / after * baseline.scale / target.scale
+        what = "gradients after the backward passes"
     if times is None or abs(times - 1) <= _SUM:
         return None
     return (
@@ -235,7 +237,8 @@ def _lines(
         is_small = math.isfinite(apart) and limit * before * size < apart <= most
         if is_small and _cosine(row) >= _ALIKE:
             is_scaled = left_over(row, best_factor(row)) <= limit
-            is_small = not is_scaled and max(norms_of(row)) * size <= most / _OF_ALL
+            is_below_rounding = unit <= _OF_32_BITS and max(norms_of(row)) * size <= most / _OF_ALL
+            is_small = is_below_rounding and not is_scaled
         lines.append(
             _GradientPair(row["name"], row.get("target_name") or row["name"], row["rank"], row, limit, is_small)
         )

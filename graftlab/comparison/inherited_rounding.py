@@ -34,20 +34,23 @@ class InheritedRounding:
     def __init__(self) -> None:
         self._moved: dict[tuple[str, bool], float] = {}
         self._results = 0.0
-        """How far results were apart in the calls so far."""
+        """How far results were apart in those calls."""
 
     def add(self, compared: Verdict) -> None:
         """Add a call. One in which something is named proves nothing of rounding."""
         found = compared.findings
         is_unexplained = found.unexplained and not found.is_rounding_possible
-        if self._rounded_inputs(found) and self.doubts(compared):
-            self._add_results(found)
         if {*found.named} - {*found.rounding.groups} or is_unexplained or found.data:
             return
-        self._add_results(found)
         for row in records(found.frame):
-            if kind_of(row["tags"]) is None and row["error"] is not None and _is_rounding(row, compared):
-                self._moved[_part(row)] = max(self._before(row), row["error"])
+            error = row["error"]
+            # Without a finite error, as beside zeros alone, nothing is known of rounding.
+            if kind_of(row["tags"]) is not None or error is None or not math.isfinite(error):
+                continue
+            if is_output(row["name"]):
+                self._results = max(self._results, error)
+            if _is_rounding(row, compared):
+                self._moved[_part(row)] = max(self._before(row), error)
 
     def doubts(self, compared: Verdict) -> list[str]:
         """Sentences on why a call that differs may be right; none if it cannot be."""
@@ -85,19 +88,16 @@ class InheritedRounding:
     def _before(self, row: dict[str, Any]) -> float:
         return self._moved.get(_part(row), 0.0)
 
-    def _add_results(self, found: Findings) -> None:
-        for row in records(found.frame):
-            if is_output(row["name"]) and kind_of(row["tags"]) is None and row["error"] is not None:
-                self._results = max(self._results, row["error"])
-
     def _rounded_inputs(self, found: Findings) -> list[dict[str, Any]]:
         """The inputs that differ, if no other data do, and they by little more than the results of earlier calls."""
         inputs = [row for row in _named(found) if kind_of(row["tags"]) == "input"]
         if not all(line.startswith(BEGINNINGS["input"]) for line in found.data):
             return []
         # Whole numbers, such as tokens, do not round.
-        near = [row["added"] is not None and row["added"] <= _MOST * self._results for row in inputs]
-        return inputs if all(near) and all(roundoff(row["dtype"]) for row in inputs) else []
+        if not all(roundoff(row["dtype"]) for row in inputs):
+            return []
+        are_near = not any(_is_one_sided(row) or row["added"] > _MOST * self._results for row in inputs)
+        return inputs if are_near else []
 
     def _after_rounded_results(self, worst: dict[str, Any], with_others: bool) -> list[str]:
         return [

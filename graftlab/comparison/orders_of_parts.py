@@ -28,20 +28,41 @@ def order_of_parts(
     """
     if len(baseline) != 1 or len(target) < 2:
         return None
-    for whole in baseline[0].whole_numbers.values():
+    in_turn, found = [], None
+    for path, whole, parts, dim in _split(baseline[0], target):
+        if torch.equal(torch.cat(parts, dim), whole):
+            in_turn.append((whole, parts, dim))
+        elif found is None:
+            orders = _orders(whole.shape[dim], len(target))
+            found = next(((path, dim, order) for order in orders if _has_order(whole, parts, dim, order)), None)
+    if found is None:
+        return None
+    size = sum(map(len, found[2]))
+    # What is constant, such as a mask of ones, has any order. If other arguments have their own, one of them is wrong.
+    same = [each for each in in_turn if each[2] == found[1] and each[0].shape[found[1]] == size]
+    if not all(_has_order(*each, found[2]) for each in same):
+        return None
+    return found
+
+
+def _split(
+    baseline: CallDescription, target: Sequence[CallDescription]
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], int]]:
+    """Whole numbers of the target's that have the size of equal parts of some of the baseline's: the path, the whole,
+    the parts, and the dimension.
+    """
+    for whole in baseline.whole_numbers.values():
         for path, first in target[0].whole_numbers.items():
             parts = [each.whole_numbers.get(path) for each in target]
             known = [part for part in parts if part is not None and part.shape == first.shape]
             dims = [d for d in range(whole.dim()) if whole.dim() == first.dim() and whole.shape[d] != first.shape[d]]
-            if len(known) < len(target) or len(dims) != 1 or whole.shape[dims[0]] != len(target) * first.shape[dims[0]]:
-                continue
-            if torch.equal(torch.cat(known, dims[0]), whole):
-                # So is an argument that is constant, such as a mask of ones.
-                continue
-            for order in _orders(whole.shape[dims[0]], len(target)):
-                if all(torch.equal(_part(whole, dims[0], at), one) for at, one in zip(order, known, strict=True)):
-                    return path, dims[0], order
-    return None
+            is_part = len(dims) == 1 and whole.shape[dims[0]] == len(target) * first.shape[dims[0]]
+            if is_part and len(known) == len(target):
+                yield path, whole, known, dims[0]
+
+
+def _has_order(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int, order: Order) -> bool:
+    return all(torch.equal(_part(whole, dim, at), part) for at, part in zip(order, parts, strict=True))
 
 
 def differences_in_order(

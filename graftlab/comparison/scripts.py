@@ -645,9 +645,10 @@ class _HeldInTurn:
             for kind, what in ((CallDescription, "calls a model"), (UpdateDescription, "updates its weights")):
                 if held.holds(more, kind):
                     differ = f"{before} {more} {what} again, and the {fewer} ends: one side does so more often."
-                    if self._has_other_batch:
+                    if self._has_other_batch and kind is CallDescription:
                         # As many calls of smaller batches do less.
-                        return self._concluded()
+                        again = f"The {more} {what} again when the {fewer} has ended, perhaps with smaller batches."
+                        return self._concluded([again])
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()
 

@@ -225,14 +225,19 @@ class Judgement:
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
         causes, remarks = self._causes(evidence, naming, swaps)
+        quantised, explained = self._quantised(evidence, naming, swaps)
         factors = naming.quantised.factors(naming.frame, naming.named)
-        quantised = self._quantised(evidence, naming, swaps, causes)
         if self._runs.request.constant_floor is None:
             unexplained += factors
         else:
             # A caller who gives the floor has chosen what may be added.
             remarks += [*factors, *quantised]
             quantised = []
+        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
+        if not (explained or (causes and all(each.restored <= each.limit for each in causes.values()))):
+            # The floor of a caller does not excuse results that no tap explains.
+            beside_data = naming.data_differs or not naming.quantised.text
+            (naming.data if beside_data else quantised).extend(naming.maybe_explained)
         rounding = self._rounds_differently(evidence, naming, swaps)
         weights = differing_weights(evidence.compared, self._threshold)
         remarks += self._remarks(evidence, naming, weights, outdated, masked + written)
@@ -724,18 +729,7 @@ class Judgement:
             return []
         return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
 
-    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps, causes: Mapping[str, Causes]) -> list[str]:
-        """Sentences on quantised modules, and on what they may explain where no other data differs."""
-        quantised, explain_all = self._effect_of_quantised(evidence, naming, swaps)
-        if explain_all:
-            naming.maybe_explained = []
-        # Inputs are grafted with everything else, so the swaps, where possible, measured their effect.
-        if not (causes and all(each.restored <= each.limit for each in causes.values())):
-            beside_data = naming.data_differs or not naming.quantised.text
-            (naming.data if beside_data else quantised).extend(naming.maybe_explained)
-        return quantised
-
-    def _effect_of_quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
+    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
         """Sentences on quantised modules, with their effect if nothing is named; and whether that is all there is."""
         found = [*naming.quantised.text]
         groups = naming.quantised.outputs(naming.frame, naming.named)

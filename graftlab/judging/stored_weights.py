@@ -86,8 +86,9 @@ def _form(baseline: torch.Tensor, target: torch.Tensor, limit: float) -> str | N
     factor = next((near for near in (1.0, -1.0) if abs(factor - near) <= _NEAR), factor)
     add = float(theirs.mean() - factor * ours.mean())
     add = float(round(add)) if abs(add - round(add)) <= _NEAR else add
-    error = (theirs - (factor * ours + add)).abs().max()
-    if not factor or (factor, add) == (1.0, 0.0) or not error <= limit * theirs.abs().max():
+    error = (theirs - (factor * ours + add)).abs()
+    # Of each number, because a large one would excuse all others.
+    if not factor or (factor, add) == (1.0, 0.0) or not (error <= limit * ((factor * ours).abs() + abs(add))).all():
         return None
     how = [f"times {factor:.6g}"] if factor != 1 else []
     how += [f"{'plus' if add > 0 else 'minus'} {abs(add):.6g}"] if add else []

@@ -210,7 +210,7 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
         for pair in groups[place]:
             key = _arrangement(pair)
             # The usual pairs are among these.
-            if pair.target in targets or 2 * odd[key] > len(usual) or key in regular:
+            if pair.target in targets or 2 * odd[key] > len(usual):
                 continue
             if key[2] == layers_of(example.baseline):
                 text = (
@@ -218,6 +218,8 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
                     f"like it are in the layout {example.layout.text!r}"
                 )
                 problems.append(Contradiction(pair.target, text))
+                continue
+            if key in regular:
                 continue
             # Another result of the same module is no further layer of this one.
             rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))

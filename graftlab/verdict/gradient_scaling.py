@@ -211,7 +211,9 @@ def _is_scaled(row: Mapping[str, Any], factor: float, limit: float) -> bool:
     if before == after == 0:
         return True  # as the gradients of weights that nothing depends on
     is_near = abs(after - factor * before) <= _TOLERANCE * factor * before
-    return is_near and left_over(row, best_factor(row)) <= limit
+    cosine = row["cosine"] or 0.0
+    # The same as left_over with the best factor, which rounding hides beside a factor as small as a scaler's.
+    return is_near and cosine > 0 and math.sqrt(max((1 - cosine) * (1 + cosine), 0.0)) <= limit
 
 
 def _of_ranks(groups: Sequence[str], baseline: int, target: int) -> str:

@@ -113,8 +113,8 @@ def wanted_inputs(rows: pd.DataFrame, names: Sequence[str]) -> tuple[dict[Side, 
 def names_for_arguments(calls: ModuleCalls, names: Sequence[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """The target's names for arguments that only the baseline calls so, by the baseline's tap of the module.
 
-    ``names`` are pairs of the names of both sides' inputs. Arguments without a namesake are paired in their order with
-    those of their kind: equally many tensors of one dtype, or of floating point, and of one size.
+    ``names`` are pairs of the names of both sides' inputs. An argument without a namesake is paired with the only one
+    of its kind on the other side: of its dtype, or of floating point, and of its size.
     """
     own = {side: {tap: call for of_rank in calls[side] for tap, call in of_rank.items()} for side in SIDES}
     found: dict[str, dict[str, str]] = {}
@@ -125,8 +125,8 @@ def names_for_arguments(calls: ModuleCalls, names: Sequence[tuple[str, str]]) ->
             continue
         ours, theirs = _by_kind(one.arguments, other.arguments), _by_kind(other.arguments, one.arguments)
         for kind, left in ours.items():
-            if len(left) == len(theirs.get(kind, ())):
-                found.setdefault(baseline, {}).update(zip(left, theirs[kind], strict=True))
+            if len(left) == len(theirs.get(kind, ())) == 1:
+                found.setdefault(baseline, {})[left[0]] = theirs[kind][0]
     return found
 
 

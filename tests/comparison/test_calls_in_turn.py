@@ -18,6 +18,7 @@ from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.ranks.held_call import CallDescription, ScriptEnd
+from graftlab.ranks.held_update import UpdateDescription
 from graftlab.session import Session
 from graftlab.verdict.wording import Findings
 
@@ -125,7 +126,12 @@ def test_calls_of_other_batches_are_not_paired_after_one_of_them(
     monkeypatch.setattr(scripts, "scripts_of", lambda _: {})
     halves._session.ranks = [Mock(alive=True)] * 2
     once_more = HeldUnits([ScriptEnd()], [CallDescription("Net", 5, False, ("a",), {}, {})])
-    assert halves._ended(once_more).answer == "inconclusive"
+    ended = halves._ended(once_more)
+    assert ended.answer == "inconclusive"
+    assert "The target calls a model again when the baseline has ended, perhaps with smaller batches." in ended.remarks
+    # The batches of calls do not change how many updates there are.
+    update = UpdateDescription("SGD", 1, 1, {}, {}, {}, {}, {}, {}, (), (), False)
+    assert halves._ended(HeldUnits([ScriptEnd()], [update])).answer == "differ"
     halves._undecided.clear()
     assert halves._ended(once_more).answer == "differ"
     # A warm-up may have another batch than what follows.

@@ -307,6 +307,12 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
         similar = [row("w", 0, large, large), row("b", 0, mine, theirs)]
         found = judge_gradients(similar, [description({"b": mine})], [description({"b": theirs})], {})
         assert (found.named == ()) is is_noise
+    # In 16 bits a gradient that lacks some numbers is as small.
+    lacks = 1e-3 * drawn(1)
+    lacks[0] = 0.0
+    rows = [{**each, "dtype": "bfloat16"} for each in (row("w", 0, large, large), row("b", 0, 1e-3 * drawn(1), lacks))]
+    found = judge_gradients(rows, [description({"b": 1e-3 * drawn(1)})], [description({"b": lacks})], {})
+    assert found.named == ("b",)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
@@ -483,6 +489,16 @@ def test_a_factor_of_sharded_gradients_that_clipping_removes_is_reported(of_loss
     found = judge_gradients(rows, [ours], [theirs], {})
     said = "The target's gradients after the backward passes are 0.5 times the baseline's, and a later step divides"
     assert (bool(found.sentences), any(each.startswith(said) for each in found.sentences)) == (is_alarm, is_alarm)
+
+
+def test_a_scaler_of_sharded_gradients_is_no_hidden_factor() -> None:
+    left, part = drawn(0), drawn(1)
+    rows = [row("w", 0, 0.37 * left, 0.37 * left)]
+    ours = description({"w": 0.37 * left}, {"w": left})
+    shards = ((TensorSample.of(1024 * part), TensorSample.of(0.37 * part)),)
+    theirs = replace(description({"w": 0.37 * left}, {}), of_shards=shards, scale=1024.0)
+    found = judge_gradients(rows, [ours], [theirs], {})
+    assert (found.sentences, found.unseen) == ((), ())
 
 
 @pytest.mark.parametrize(

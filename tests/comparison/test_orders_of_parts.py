@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from graftlab.comparison.answers import Answer, ReasonedAnswer
 from graftlab.comparison.held_calls import _in_order_of_parts
+from graftlab.comparison.orders_of_parts import order_of_parts
 from graftlab.ranks.held_call import CallDescription
 
 IDS = torch.arange(16).reshape(2, 8)
@@ -47,3 +50,17 @@ def test_parts_that_follow_one_another_or_differ_change_nothing() -> None:
     assert answered(call(IDS[:, :4]), call(IDS[:, :4])) == ("differ", "")
     assert answered(call(IDS), call(IDS)) == ("differ", "")
     assert answered(call(IDS[:, ZIGZAG[0]])) == ("differ", "")
+
+
+def test_arguments_in_different_orders_prove_no_order() -> None:
+    # The labels have the order of the tokens on the baseline alone.
+    whole = replace(call(IDS), whole_numbers={"['ids']": IDS, "['labels']": IDS + 1})
+    parts = [
+        replace(call(IDS[:, at]), whole_numbers={"['ids']": IDS[:, at], "['labels']": IDS[:, straight] + 1})
+        for at, straight in zip(ZIGZAG, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True)
+    ]
+    assert order_of_parts([whole], parts) is None
+    together = [
+        replace(each, whole_numbers={p: t for p, t in each.whole_numbers.items() if "ids" in p}) for each in parts
+    ]
+    assert order_of_parts([whole], together) is not None

@@ -332,7 +332,7 @@ def test_the_effect_of_quantised_modules_is_measured_where_nothing_else_is_named
         swapped.naming.quantised = SimpleNamespace(text=["Quantised."], outputs=lambda frame, named: groups)  # type: ignore[assignment]
         swapped.asked.clear()
         swaps: Any = Swapping(swapped, *measured)
-        return Judgement(swapped.runs)._effect_of_quantised(swapped.evidence, swapped.naming, swaps)
+        return Judgement(swapped.runs)._quantised(swapped.evidence, swapped.naming, swaps)
 
     last = "With the baseline's outputs there, the output logits is off by 0.4; with the target's it is off by 0.6."
     assert quantised((0.4, 0.6)) == (["Quantised.", last], True)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from kit.verdict_stages import JOBS, Made, naming
 
+from graftlab.comparison.answers import answer_of
 from graftlab.judging import judgement
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
+from graftlab.verdict.quantised_modules import QuantisedModules
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
 
 
@@ -133,6 +135,15 @@ def test_data_are_said_to_explain_a_difference_unless_swaps_explain_each_output(
     assert all(each.limit == 5.0 for each in made.causes.values())
     made.naming.maybe_explained = ["maybe"]
     assert made.verdict().findings.data == ([] if restored == (0.5, 0.5) else ["maybe"])
+
+
+def test_a_given_floor_leaves_unexplained_results_beside_quantised_modules_doubtful(made: Made) -> None:
+    made.naming = naming((), maybe_explained=["maybe"], quantised=QuantisedModules(text=("Quantised.",)))
+    made.runs.request.constant_floor = 0.05
+    found = made.verdict().findings
+    assert (found.quantised, "Quantised." in found.remarks, "maybe" in found.remarks) == (["maybe"], True, False)
+    alone = replace(found, unexplained=[], without_output=[], target_not_repeated=[], not_grafted=[], extra_calls=[])
+    assert answer_of(alone, trusted=True, results_compared=True) == "inconclusive"
 
 
 def test_results_that_differ_each_time_have_hints_only_where_swaps_found_a_cause(made: Made) -> None:

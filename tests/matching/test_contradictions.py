@@ -100,6 +100,13 @@ def test_a_list_that_alternates_between_two_kinds_is_not_odd_in_one_of_them() ->
     assert taps([*second, first[0], taken]) == ["l.0.convs.0"]
 
 
+def test_a_layout_that_one_of_a_list_has_in_all_layers_is_odd() -> None:
+    # The list has one kind of module.
+    turned = {(n, m): TURNED if m == 3 else "same" for n in range(4) for m in range(8)}
+    pairs = [pair(f"h.{n}.experts.{m}", f"l.{n}.experts.{m}", layout) for (n, m), layout in turned.items()]
+    assert taps(pairs) == [f"l.{n}.experts.3" for n in range(4)]
+
+
 def test_a_usual_tap_that_is_also_a_part_of_another_is_not_odd() -> None:
     assert taps([*layers(4), pair("h.0.b", "l.0.ffn", TURNED)]) == []
 

@@ -1,0 +1,36 @@
+"""How a weight in another form is made from the baseline's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftlab.diffs.rounding import roundoff
+from graftlab.judging.stored_weights import _form
+
+LIMIT = 2 * roundoff("float32")
+WEIGHT = torch.randn(256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (WEIGHT - 1, "minus 1"),
+        (WEIGHT * -1, "times -1"),
+        (WEIGHT * 96**-0.5, "times 0.102062"),
+        (WEIGHT, None),
+        (torch.zeros(256), None),
+        (WEIGHT.flip(0), None),
+    ],
+)
+def test_a_form_has_one_factor_and_one_constant(made: torch.Tensor, words: str | None) -> None:
+    assert _form(WEIGHT, made, LIMIT) == (words and f"the baseline's {words}")
+
+
+def test_a_large_number_does_not_hide_a_wrong_one() -> None:
+    ours = WEIGHT.clone()
+    ours[0] = 1e6
+    assert _form(ours, ours * 2, LIMIT) == "the baseline's times 2"
+    wrong = ours * 2
+    wrong[1] += 0.1
+    assert _form(ours, wrong, LIMIT) is None
