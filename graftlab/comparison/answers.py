@@ -39,6 +39,8 @@ class Comparison(Verdict):
     """A sentence on how the runs were made."""
     starts: int = 0
     """How often the scripts were started again; 0 if calls were held."""
+    has_other_batch: bool = False
+    """Whether a call was not judged because the sides have batches of different sizes."""
 
     @property
     def text(self) -> str:
@@ -66,6 +68,7 @@ class ReasonedAnswer:
     def __init__(self, answer: Answer, reasons: list[str] | None = None) -> None:
         self.answer: Answer = answer
         self.reasons = [] if reasons is None else reasons
+        self.has_other_batch = False
 
     def doubt(self, why: str | None) -> None:
         """Withdraw an agreement for this reason, if there is one. Other answers stay, without the reason."""

@@ -60,7 +60,6 @@ _PAIRS_ALONE = (
     "wrong, a mistake may show only from other inputs."
 )
 _NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
-_OTHER_BATCH = "The calls have batches of different sizes,"
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
 _NARROW = ("bfloat16", "float16")
@@ -102,7 +101,15 @@ def judge_held_calls(
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion)
     remarks += _differing_numbers(baseline, target) if differ else []
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
-    return Comparison(findings, verdict.runs, repeats.session, proposal, conclusion.answer, tuple(remarks))
+    return Comparison(
+        findings,
+        verdict.runs,
+        repeats.session,
+        proposal,
+        conclusion.answer,
+        tuple(remarks),
+        has_other_batch=conclusion.has_other_batch,
+    )
 
 
 def _paired(
@@ -204,7 +211,9 @@ def _conclude(
         unlike = values_of_other_shapes(baseline[0].plain, target[0].plain, matched=proposal is not None)
     may_be_other_work = cannot_tell and not given_alike and conclusion.answer != "differ"
     if may_be_other_work and (unlike or conclusion.answer == "inconclusive"):
-        conclusion.reasons += other_batch(baseline, target) or unlike[:1]
+        of_batches = other_batch(baseline, target)
+        conclusion.has_other_batch = bool(of_batches)
+        conclusion.reasons += of_batches or unlike[:1]
     else:
         conclusion.reasons += unlike[:1]
     if unlike and trusted and conclusion.answer != "differ":
@@ -576,14 +585,9 @@ def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescri
     if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
         return []
     return [
-        f"{_OTHER_BATCH} {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the target, so they do "
-        "different work: let both sides call their models with the same batch."
+        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they do different work: let both sides call their models with the same batch."
     ]
-
-
-def is_of_other_batch(compared: Comparison) -> bool:
-    """Whether this comparison of a call is inconclusive because the sides have batches of different sizes."""
-    return any(each.startswith(_OTHER_BATCH) for each in compared.remarks)
 
 
 def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:

@@ -19,7 +19,6 @@ from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, k
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.held_calls import (
     is_beyond_rounding,
-    is_of_other_batch,
     judge_held_calls,
     judge_until_exception,
     other_batch,
@@ -419,7 +418,7 @@ class _HeldInTurn:
 
     @property
     def _has_other_batch(self) -> bool:
-        return any(map(is_of_other_batch, self._undecided.values()))
+        return any(each.has_other_batch for each in self._undecided.values())
 
     def _passed_over(self, held: HeldUnits) -> Comparison:
         """The comparison so far, without the call that is held."""
@@ -427,7 +426,7 @@ class _HeldInTurn:
             self._judged_by = 0.0
             return self._compared
         self._models.append(described_as(held, CallDescription)[0][0].model)
-        self._undecided[len(self._models) - 1] = next(filter(is_of_other_batch, self._undecided.values()))
+        self._undecided[len(self._models) - 1] = next(each for each in self._undecided.values() if each.has_other_batch)
         return self._compared
 
     def _judge_call(self, held: HeldUnits) -> Comparison:

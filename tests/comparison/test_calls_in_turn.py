@@ -117,7 +117,7 @@ def test_calls_of_other_batches_are_not_paired_after_one_of_them(
 ) -> None:
     halves = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ", "differ", "differ", "differ"], rows=(2, 1))
     said = "The calls have batches of different sizes, 2 on the baseline and 1 on the target."
-    halves._left_to_judge[0] = replace(halves._left_to_judge[0], remarks=(said,))
+    halves._left_to_judge[0] = replace(halves._left_to_judge[0], remarks=(said,), has_other_batch=True)
     halves._session.plan.pairs = ()
     compared = halves.judge()
     assert (compared.answer, len(halves._left_to_judge)) == ("inconclusive", 4)
@@ -136,7 +136,7 @@ def test_calls_of_other_batches_are_not_paired_after_one_of_them(
     assert halves._ended(once_more).answer == "differ"
     # A warm-up may have another batch than what follows.
     warmed = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"])
-    warmed._left_to_judge[0] = replace(warmed._left_to_judge[0], remarks=(said,))
+    warmed._left_to_judge[0] = replace(warmed._left_to_judge[0], remarks=(said,), has_other_batch=True)
     assert warmed.judge().answer == "differ"
 
 

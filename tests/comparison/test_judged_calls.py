@@ -536,9 +536,11 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     # Different numbers of ranks may each have a part.
     assert judged(held(), [narrower, narrower], with_inputs)[1] == []
     # Other numbers of rows with other inputs: another batch.
-    answer, remarks = judged(held(), held(ONES[:2]), match=proposal)
-    assert answer == "inconclusive"
+    smaller = Runs(found(), match=proposal).judge(held(), held(ONES[:2]))
+    remarks = [*smaller.remarks]
+    assert (smaller.answer, smaller.has_other_batch) == ("inconclusive", True)
     assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
+    assert not Runs(found("a", "output"), match=proposal).judge(held(), narrower).has_other_batch
     # An input that is a part of the other side's: as where one side computes both halves of a batch in turn.
     row = PairRule("x[kind=input]", "z[kind=input]", "part(0, of=[2, 2])")
     with_inputs.frame["name"] = [name.removesuffix("@input") for name in with_inputs.frame["name"]]
