@@ -387,7 +387,7 @@ def _where(
     ours, theirs = baseline[0], target[0]
     if not _common_results(ours, theirs) and (losses := _compared_losses(baseline, target, paired)) is not None:
         # A small mistake in a value may move the loss by less than the limit.
-        how = "differ by little, or by the number of ranks or passes, if at all" if losses.agree else "differ"
+        how = "hardly differ, apart from a factor for ranks or passes" if losses.agree else "differ"
         sentences.append(f"The losses from which the backward passes begin {how}: {losses.shown}.")
     for one, other in [*_common_results(ours, theirs).values()][:1]:
         factor = _factor_of_loss(ours, theirs)

@@ -40,6 +40,7 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -98,7 +99,7 @@ def judge_held_calls(
         # Code that agrees may read its weights in any order.
         remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
     remarks += conclusion.reasons
-    remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion)
+    remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
     remarks += _differing_numbers(baseline, target) if differ else []
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(
@@ -241,9 +242,10 @@ def _in_order_of_parts(
     target: Sequence[CallDescription],
     threshold: float,
     conclusion: ReasonedAnswer,
+    data: Sequence[str],
 ) -> list[str]:
     """A sentence on ranks that have parts of an input in another order than taps are aligned in, which proves nothing.
-    The results in that order give the answer.
+    The results in that order give the answer, unless ``data`` has weights or settings that differ: these need no order.
     """
     found = order_of_parts(baseline, target)
     if found is None:
@@ -256,10 +258,11 @@ def _in_order_of_parts(
         conclusion.answer = "differ"
         how = f"In that order the results differ by {max(far):.2g}, so something is computed differently."
     else:
-        conclusion.answer = "inconclusive"
-        how = "In that order the results agree to rounding." if results else "The results cannot be brought into it."
-    aligned = "Taps were compared as if the parts followed one another, so what is said of them below proves nothing:"
-    return [f"{sentence} {how} {aligned} give the ranks consecutive parts to compare the taps."]
+        if all(line.startswith(BEGINNINGS["input"]) for line in data):
+            conclusion.answer = "inconclusive"
+        how = "In that order the results agree to rounding." if results else "The results cannot be put in that order."
+    aligned = "Taps were compared as if the parts were consecutive, so what follows about them proves nothing."
+    return [f"{sentence} {how} {aligned} To compare taps, give the ranks consecutive parts."]
 
 
 def _rounds_earlier(

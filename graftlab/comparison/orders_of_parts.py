@@ -1,4 +1,4 @@
-"""Finds that the target's ranks have parts of the baseline's input in another order than one after the other."""
+"""Finds the order of the baseline's input on the target's ranks, where their parts of it are not consecutive."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def differences_in_order(
 def in_words(name: str, dim: int, order: Order) -> str:
     """A sentence on the order."""
     places = "; ".join(f"{spans(at.tolist())} on rank {rank}" for rank, at in enumerate(order))
-    return f"The target's ranks have {name} in another order along dim {dim} than one after the other ({places})."
+    return f"The target's ranks do not have consecutive parts of {name} along dim {dim}: {places}."
 
 
 def _part(whole: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:

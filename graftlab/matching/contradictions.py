@@ -225,7 +225,7 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
             rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))
             expected = next((rule.baseline_for(pair.target) for rule in rules), None)
             others = partners.get(expected, set()) - {pair.target} if expected is not None else set()
-            # All layers may share a tap without a layer, such as a table of angles, of which the model has two copies.
+            # All layers may share a tap without a layer, such as a table of angles that the model has twice.
             shared = expected is not None and layer_of(expected) is None
             taken = any(not shared or layers_of(other) != place for other in others)
             moved = expected in baseline and places.get(key[2], place) != place

@@ -825,7 +825,7 @@ def test_losses_beside_gradients_that_differ_are_compared_if_no_results_are() ->
     whole, wrong = drawn(0), drawn(1)
     rows = [row("w", 0, whole, wrong)]
     ours = replace(description({"w": whole}), losses=(2.0,))
-    for loss, how in ((2.5, "differ"), (2.0001, "differ by little, or by the number of ranks or passes, if at all")):
+    for loss, how in ((2.5, "differ"), (2.0001, "hardly differ, apart from a factor for ranks or passes")):
         found = judge_gradients(rows, [ours], [replace(description({"w": wrong}), losses=(loss,))], {})
         shown = f"2 on the baseline, {loss} on the target"
         assert found.sentences[1:] == (f"The losses from which the backward passes begin {how}: {shown}.",)

@@ -1,7 +1,8 @@
-"""Ranks that have parts of the baseline's input in another order than one after the other."""
+"""Ranks whose parts of the baseline's input are not consecutive."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,9 +24,9 @@ def call(ids: torch.Tensor, *, result: torch.Tensor | None = None) -> CallDescri
     return CallDescription("Net", 1, False, (), returned, returned, whole_numbers={"['mask']": ids * 0, "['ids']": ids})
 
 
-def answered(*parts: CallDescription, answer: Answer = "differ") -> tuple[Answer, str]:
+def answered(*parts: CallDescription, answer: Answer = "differ", data: Sequence[str] = ()) -> tuple[Answer, str]:
     conclusion = ReasonedAnswer(answer)
-    said = _in_order_of_parts([call(IDS)], parts, 5.0, conclusion)
+    said = _in_order_of_parts([call(IDS)], parts, 5.0, conclusion, data)
     return conclusion.answer, " ".join(said)
 
 
@@ -33,16 +34,21 @@ def answered(*parts: CallDescription, answer: Answer = "differ") -> tuple[Answer
 def test_results_are_compared_in_the_order_of_the_ranks_parts(order: list[list[int]], places: str) -> None:
     answer, said = answered(*(call(IDS[:, at]) for at in order))
     assert answer == "inconclusive"
-    assert said.startswith(
-        f"The target's ranks have ids in another order along dim 1 than one after the other ({places}"
-    )
+    assert said.startswith(f"The target's ranks do not have consecutive parts of ids along dim 1: {places}")
     assert "In that order the results agree to rounding." in said
     wrong = IDS[:, order[1]].double().sin() * 1.1
     answer, said = answered(call(IDS[:, order[0]]), call(IDS[:, order[1]], result=wrong), answer="agree")
     assert answer == "differ"
     assert "In that order the results differ by 0.1, so something is computed differently." in said
     answer, said = answered(*(call(IDS[:, at], result=torch.ones(())) for at in order))
-    assert (answer, "The results cannot be brought into it." in said) == ("inconclusive", True)
+    assert (answer, "The results cannot be put in that order." in said) == ("inconclusive", True)
+
+
+def test_weights_that_differ_need_no_order() -> None:
+    parts = [call(IDS[:, at]) for at in ZIGZAG]
+    inputs, weights = "The inputs already differ: input.ids (rel_l2 1).", "The weights already differ: w (rel_l2 1)."
+    assert answered(*parts, data=[inputs])[0] == "inconclusive"
+    assert answered(*parts, data=[inputs, weights])[0] == "differ"
 
 
 def test_parts_that_follow_one_another_or_differ_change_nothing() -> None:

@@ -86,7 +86,7 @@ def test_values_that_are_not_masked_are_judged_by_the_largest_floor() -> None:
     assert names == ["masked"]
     assert found["added"].tolist() == [pytest.approx(0.1), 1e-9, 1e-9, 1e-9]
     assert found["ratio"].tolist() == [pytest.approx(100.0), 0.5, 0.5, 0.5]
-    # One rounding is no more than that, whatever was measured.
+    # A measured floor of 0 counts as one rounding.
     again: Any = Runs()
     masked = pd.DataFrame([tap("masked", -1e9, 3.0)])
     unmoved, _ = without_masked_values(again, masked, frame.assign(floor=0.0), None)
