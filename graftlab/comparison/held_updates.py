@@ -16,6 +16,7 @@ from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, restore_plan
 from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
@@ -43,6 +44,8 @@ def judge_held_updates(
     ``known`` has, by weight, the distance of its gradients in a call that agrees.
     """
     session = repeats.session
+    if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
+        session.edit(pairs=[*session.plan.pairs, *states])
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         given = session.run(show_inputs, show_inputs).frame
@@ -102,6 +105,32 @@ def judge_held_updates(
     elif answer == "differ":
         remarks += lacking
     return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
+
+
+def _pairs_of_states(
+    pairs: Sequence[PairRule], baseline: UpdateDescription, target: UpdateDescription
+) -> list[PairRule]:
+    """The pairs of the optimizers' states of weights that are paired under other names, without those already there.
+
+    A state in its weight's shape has its layout; of others, such as a number of steps, whole ones alone are paired.
+    """
+    found = []
+    known = {(rule.baseline, rule.target) for rule in pairs}
+    for rule in pairs:
+        ours, theirs = baseline.states.get(rule.baseline, {}), target.states.get(rule.target, {})
+        for key in (key for key in ours if key in theirs):
+            names = f"{rule.baseline}.{key}", f"{rule.target}.{key}"
+            like_weight = _is_like_weight(baseline, rule.baseline, key) and _is_like_weight(target, rule.target, key)
+            if names in known or not (like_weight or (ours[key] == theirs[key] and not rule.is_part)):
+                continue
+            found.append(
+                replace(rule, baseline=names[0], target=names[1], layout=rule.layout if like_weight else "same")
+            )
+    return found
+
+
+def _is_like_weight(update: UpdateDescription, name: str, key: str) -> bool:
+    return name in update.gradients and update.states[name][key] == update.gradients[name].shape
 
 
 def take_equal_inputs(session: Session) -> pd.DataFrame:

@@ -83,6 +83,14 @@ _ONLY_PARTS = (
     "Each of the target's ranks has only a summand of some gradients, and no update of the weights followed that would "
     "show whether they are added up."
 )
+_SPLIT_DIFFERENTLY = (
+    f"{NOT_CHECKED}single calls, whose results have different shapes on the two sides, or which are given different "
+    "numbers of tokens: the sides split their batch differently, or their models return other results."
+)
+_IN_OTHER_ORDER = (
+    f"{NOT_CHECKED}single calls, some of which need gradients on one side alone: the sides call their models in "
+    "different orders, as a policy and a reference model."
+)
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # The least time, in seconds, in which the results of further calls are compared.
 _LOOK_AT_RESULTS = 10.0
@@ -186,6 +194,12 @@ class _HeldInTurn:
         self._inherited = InheritedRounding()
         # The comparison of calls with different numbers of rows on both sides, for use if no update follows.
         self._unpaired: Comparison | None = None
+        # By side, whether calls since the last update need gradients; and the comparison of a call that differs while
+        # those of one side alone do, for use if no update follows.
+        self._needs: dict[Side, set[bool]] = {side: set() for side in SIDES}
+        self._in_other_order: Comparison | None = None
+        # Sentences on single calls that were left to an update.
+        self._left_to_updates: list[str] = []
         # The calls that show no difference but were compared too little to agree, by their place among the models.
         self._undecided: dict[int, Comparison] = {}
         # The same of updates, by their number.
@@ -218,7 +232,10 @@ class _HeldInTurn:
             if held.both_hold(CallDescription):
                 ours, theirs = described_as(held, CallDescription)
                 self._before, self._newest = self._newest, (ours[0], theirs[0])
+                self._note_needs(held)
             if held.both_hold(UpdateDescription):
+                if self._in_other_order is not None and self._needs["baseline"] != self._needs["target"]:
+                    return self._with(self._in_other_order, ())
                 compared = self._judge_update(held)
                 if compared.answer == "inconclusive" and self._may_follow(held, compared):
                     self._undecided_updates[self._updates] = compared
@@ -231,14 +248,21 @@ class _HeldInTurn:
                 compared = self._passed_over(held)
             else:
                 held = self._described_whole(held)
+                known = len(self._proposals)
                 compared = self._judge_call(held)
                 if compared.findings.gradient_parts and self._in_parts is None:
                     self._in_parts = compared
                 compared = _perhaps_of_other_work(_unless_of_a_part(compared, held), held)
-                if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
-                    # Perhaps micro-batches: the call was not compared, so it does not count among those that agree.
+                if (why := _why_left_to_update(compared, held)) is not None:
+                    if compared.answer == "differ":
+                        self._in_other_order = self._with_calls_before(compared)
+                    else:
+                        self._unpaired = compared
+                    self._left_to_updates = list(dict.fromkeys([*self._left_to_updates, why]))
+                    # The call was not compared, so it does not count among those that agree, nor do pairs found in it.
                     self._models.pop()
-                    self._unpaired = compared
+                    if len(self._proposals) > known:
+                        self._proposals.popitem()
                     compared = replace(compared, answer="agree")
                 elif compared.answer == "inconclusive" and self._may_follow(held, compared):
                     # A later call may differ, or tell more.
@@ -261,6 +285,8 @@ class _HeldInTurn:
 
     def _concluded(self, remarks: Sequence[str] = ()) -> Comparison:
         """The comparison if everything that was judged agrees."""
+        if self._in_other_order is not None:
+            return self._with(_followed_by(self._in_other_order, remarks), ())
         if self._unpaired is not None and not self._updates:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         if self._in_parts is not None and not self._updates:
@@ -318,10 +344,17 @@ class _HeldInTurn:
                     return None
                 following = self._next_of(raising, held, note)
             elif (side := held.behind) is not None:
+                self._note_needs(held)
                 following = self._next(side, held)
             else:
                 return held
         return None
+
+    def _note_needs(self, held: HeldUnits) -> None:
+        """Note whether the calls that are held need gradients."""
+        for side, calls in zip(SIDES, described_as(held, CallDescription), strict=True):
+            if calls:
+                self._needs[side].add(any(each.needs_backward for each in calls))
 
     def _look_before_exception(self, held: HeldUnits) -> str | None:
         """A sentence on the values before the exception of one side's call, blank if none were compared.
@@ -395,7 +428,7 @@ class _HeldInTurn:
     def _is_enough(self, held: HeldUnits) -> bool:
         if held.both_hold(UpdateDescription):
             return self._are_judged or self._updates >= self._choice.calls
-        if trains(held):
+        if trains(held) or self._in_other_order is not None:
             # The update after a judged call is judged too.
             return self._since_update >= _MOST_WITHOUT_UPDATE
         if not self._are_judged:
@@ -470,6 +503,7 @@ class _HeldInTurn:
         baseline, target = described_as(held, UpdateDescription)
         self._updates += 1
         self._since_update = 0
+        self._needs, self._in_other_order = {side: set() for side in SIDES}, None
         proposal = next(reversed(self._proposals.values()), None)
         judging = self._choice.judging
         why = why_not_held(baseline, target)
@@ -490,19 +524,12 @@ class _HeldInTurn:
             self._session.run(keep_inputs, keep_inputs)
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
-        if self._unpaired is not None:
-            unpaired = (
-                f"{NOT_CHECKED}single calls, whose results have different shapes on the two sides, or which are given "
-                "different numbers of tokens: the sides split their batch differently, or their models return other "
-                "results."
-            )
-            compared = replace(compared, remarks=(*compared.remarks, unpaired))
-        return compared
+        return _followed_by(compared, self._left_to_updates)
 
     def _refused(self, compared: Comparison) -> Comparison:
         """The comparison with the reason why the scripts were not started again."""
         option = "--keep-going" if self._choice.restart else "--no-restart"
-        return replace(compared, remarks=(*compared.remarks, f"{_REFUSED} {option} refuses that."))
+        return _followed_by(compared, [f"{_REFUSED} {option} refuses that."])
 
     def _passed(self) -> Comparison:
         """The comparison so far, without the update that is held."""
@@ -573,9 +600,14 @@ class _HeldInTurn:
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
+        return self._with(self._with_calls_before(compared), ())
+
+    def _with_calls_before(self, compared: Comparison) -> Comparison:
+        """The comparison of the last call, with a sentence on the calls before it, if there are any."""
         if len(self._models) == 1 and not self._updates:
-            return self._with(compared, ())
-        return self._with(compared, (f"{self._agreed(len(self._models) - 1)} {self._at_last_call(compared)}".strip(),))
+            return compared
+        before = f"{self._agreed(len(self._models) - 1)} {self._at_last_call(compared)}".strip()
+        return replace(compared, remarks=(before, *compared.remarks))
 
     def _chosen_tokens(self, compared: Comparison) -> list[ChosenToken]:
         """The tokens that differ before the last call, if they were chosen from logits and nothing else differs."""
@@ -637,6 +669,8 @@ class _HeldInTurn:
             raise SessionError("\n".join([*remarks, *self._raised]) or _NOTHING_TO_JUDGE)
         if not remarks and held.have_ended and (other := other_exit_code(scripts)) is not None:
             remarks = [f"{before} {other}"]
+        if remarks and self._in_other_order is not None:
+            return self._with(_followed_by(self._in_other_order, remarks), ())
         if remarks:
             return self._with(self._compared, remarks, "inconclusive")
         for more in SIDES:
@@ -650,6 +684,10 @@ class _HeldInTurn:
                         return self._concluded([again])
                     return self._with(self._compared, (differ,), "differ")
         return self._concluded()
+
+
+def _followed_by(compared: Comparison, remarks: Sequence[str]) -> Comparison:
+    return replace(compared, remarks=(*compared.remarks, *remarks))
 
 
 def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
@@ -670,14 +708,28 @@ def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
     return replace(compared, answer="inconclusive", remarks=(sentence, *compared.remarks))
 
 
+def _why_left_to_update(compared: Comparison, held: HeldUnits) -> str | None:
+    """A sentence on why the update that follows may show more than this call; None if the call is judged by itself."""
+    if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
+        # Perhaps micro-batches.
+        return _SPLIT_DIFFERENTLY
+    return _IN_OTHER_ORDER if compared.answer == "differ" and _needs_differ(held) else None
+
+
+def _needs_differ(held: HeldUnits) -> bool:
+    """Whether the calls of one side alone need gradients."""
+    ours, theirs = (any(call.needs_backward for call in side) for side in described_as(held, CallDescription))
+    return ours != theirs
+
+
 def _perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
     """The comparison of two calls that differ, with a sentence on why they may do different work: one side alone needs
     gradients, and the sides are given different numbers of tokens.
     """
-    needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
     ours, theirs = numbers_given(held)
-    if compared.answer != "differ" or needed[0] == needed[1] or ours == theirs:
+    if compared.answer != "differ" or not _needs_differ(held) or ours == theirs:
         return compared
+    needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
     how = ["with gradients" if needs else "without gradients" for needs in needed]
     sentence = (
         f"The baseline's call is given {ours:,} numbers, such as tokens, {how[0]}, and the target's {theirs:,}, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -58,6 +58,7 @@ class UpdateDescription:
     lacks, ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor
     in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin. ``of_shards`` are
     this rank's parts of sharded gradients, as the last backward pass left them and as the optimizer reads them.
+    ``states`` has, by weight, the shapes of the tensors that the optimizer keeps for it after the step.
     """
 
     optimizer: str
@@ -77,6 +78,7 @@ class UpdateDescription:
     """Whether the step itself calls the model, by a closure. Then it is described without being made."""
     losses: tuple[float, ...] = ()
     of_shards: tuple[tuple[TensorSample, TensorSample], ...] = ()
+    states: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 class GradientWatch:
@@ -183,6 +185,7 @@ class HeldUpdate:
         self.gradients: dict[str, TensorSample] = {}
         """The gradients that the optimizer reads, once they are described."""
         self._watched: Watch | None = None
+        self._states: dict[str, dict[str, tuple[int, ...]]] = {}
         self._first = self._base = StateSnapshot([optimizer], weights=True)
 
     def __call__(self) -> dict[str, torch.Tensor]:
@@ -238,6 +241,7 @@ class HeldUpdate:
                 for name, w in weights.items()
                 if id(w) in shards and name in read
             ),
+            self._states,
         )
 
     def show_inputs(self) -> None:
@@ -274,7 +278,14 @@ class HeldUpdate:
     def _results(self) -> list[torch.Tensor]:
         self._base.restore()
         self._step()
-        shown = [own_part(weight).clone() for weight in self._weights().values()]
+        weights, state = self._weights(), self._optimizer.state
+        shown = [own_part(weight).clone() for weight in weights.values()]
+        # The first step makes them.
+        self._states = {
+            name: {key: tuple(value.shape) for key, value in state[weight].items() if isinstance(value, torch.Tensor)}
+            for name, weight in weights.items()
+            if weight in state
+        }
         self._base.restore()
         return shown
 

@@ -16,8 +16,15 @@ from torch import nn
 import graftlab as gl
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.gradients import _distance, _factor, _is_unscaled, judge_gradients
-from graftlab.comparison.held_updates import _differing_settings, _not_taken, _parted, judge_held_updates
+from graftlab.comparison.held_updates import (
+    _differing_settings,
+    _not_taken,
+    _pairs_of_states,
+    _parted,
+    judge_held_updates,
+)
 from graftlab.comparison.repeats import JudgingChoice, Repeats
+from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import describe_call, hold
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
 
@@ -694,6 +701,35 @@ def test_weights_and_states_that_differ_before_an_update_are_named_beyond_drift(
         "The weights already differ before this update: w.",
         "The optimizer's state already differs before this update: m.",
     ]
+
+
+def test_states_of_weights_with_other_names_are_paired_in_the_weights_layout() -> None:
+    wide, square = torch.ones(2, 3), torch.ones(3, 3)
+    state: dict[str, tuple[int, ...]] = {"exp_avg": (2, 3), "step": (), "row": (2,), "own": (2, 3)}
+    ours = replace(description({"w": wide, "qkv": square}), states={"w": state, "qkv": {"exp_avg": (3, 3), "step": ()}})
+    theirs = replace(
+        description({"W": torch.ones(3, 2), "q": torch.ones(1, 3)}),
+        states={"W": {"exp_avg": (3, 2), "step": (), "row": (3,)}, "q": {"exp_avg": (1, 3), "step": ()}},
+    )
+    turned, part = PairRule("w", "W", "a b -> b a"), PairRule("qkv", "q", "part(dim=0, index=0, of=[1, 1, 1])")
+    pairs = [PairRule("out", "OUT"), turned, part]
+    # Moments in factors have no layout, and a number of steps is no part of another.
+    assert _pairs_of_states(pairs, ours, theirs) == [
+        replace(turned, baseline="w.exp_avg", target="W.exp_avg"),
+        PairRule("w.step", "W.step"),
+        replace(part, baseline="qkv.exp_avg", target="q.exp_avg"),
+    ]
+    assert _pairs_of_states([*pairs, *_pairs_of_states(pairs, ours, theirs)], ours, theirs) == []
+
+
+def test_a_description_has_the_states_that_the_first_step_makes() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    step = partial(torch.optim.AdamW.step, optimizer)
+    held = HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1)
+    assert held.describe().states["weight"] == {"step": (), "exp_avg": (2, 3), "exp_avg_sq": (2, 3)}
+    assert not optimizer.state
 
 
 def test_inputs_that_could_not_be_grafted_are_named_once() -> None:

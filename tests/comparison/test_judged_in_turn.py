@@ -294,7 +294,7 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert given == [("of B", {"w": 0.1})]
     assert (turns._updates, turns._since_update) == (1, 0)
     assert SESSION.runs == [(keep_inputs, keep_inputs)]
-    turns._unpaired = compared("inconclusive")
+    turns._left_to_updates = [scripts._SPLIT_DIFFERENTLY]
     differing = turns._judge_update(held(update(), update()))
     assert differing.remarks[-1].startswith(
         "Not checked: single calls, whose results have different shapes on the two sides"
@@ -351,6 +351,55 @@ def test_calls_that_may_do_different_work_differ_with_that_remark() -> None:
     for alike in (of(32, 32, False, True), of(32, 64, True, True)):
         assert scripts._perhaps_of_other_work(compared("differ", ["named"]), alike).remarks == ("named",)
     assert scripts._perhaps_of_other_work(compared(), of(32, 64, False, True)).remarks == ()
+
+
+def in_other_order(
+    turns: Any, monkeypatch: pytest.MonkeyPatch, last: Sequence[HeldUnits], *needs: tuple[bool, bool]
+) -> Comparison:
+    """The comparison of calls that need gradients on these sides, which differ where one side's do; then ``last``."""
+    calls = [held(*(call(needs_backward=each) for each in both)) for both in needs]
+    following: list[Any] = [*calls[1:], *last, None]
+
+    def judge(turns: Any, held: HeldUnits) -> Comparison:
+        turns._models.append("Net")
+        turns._proposals.setdefault(("Net", "Net"), None)
+        return compared("differ" if scripts._needs_differ(held) else "agree", ["of a call"])
+
+    monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)
+    monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
+    turns._first = lambda: calls[0]
+    turns._brought_together = lambda held: held
+    turns._next = lambda side, before: following.pop(0)
+    found: Comparison = turns.judge()
+    return found
+
+
+def test_calls_in_another_order_are_left_to_the_update_that_follows(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = [held(update(), update())]
+    found = in_other_order(turns, monkeypatch, updates, (False, True), (True, False))
+    assert found.answer == "agree"
+    assert found.remarks[0] == "1 update of the weights agrees."
+    assert found.remarks[-2:] == ("of an update", scripts._IN_OTHER_ORDER)
+    # Pairs found between calls of different work are not used again.
+    assert turns._proposals == {}
+
+
+@pytest.mark.parametrize("last", [[], [held(update(), update())]])
+def test_calls_that_need_gradients_on_one_side_differ_if_no_order_explains_it(
+    turns: Any, monkeypatch: pytest.MonkeyPatch, last: list[HeldUnits]
+) -> None:
+    # Beside one call of training each, the target's evaluation alone computes with gradients.
+    found = in_other_order(turns, monkeypatch, last, (True, True), (False, True))
+    assert found.answer == "differ"
+    assert found.remarks[:2] == ("1 call of Net agrees. In call 2, of Net:", "of a call")
+
+
+def test_a_call_in_another_order_after_the_last_update_differs(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [held(update(), update()), held(*(call(needs_backward=each) for each in (False, True)))]
+    found = in_other_order(turns, monkeypatch, units, (True, True))
+    assert (found.answer, found.remarks[1]) == ("differ", "of a call")
 
 
 # ---- sides that do not wait alike -----------------------------------------------------------------------------------

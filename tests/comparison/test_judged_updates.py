@@ -15,6 +15,7 @@ from graftlab.comparison.gradients import GradientFindings
 from graftlab.comparison.held_updates import _differing_settings, judge_held_updates
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
+from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import show_inputs, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.store import to_frame
@@ -31,6 +32,7 @@ def update(**more: Any) -> UpdateDescription:
         "settings": {},
         "gradients": {"w": None},
         "dtypes": {"w": "float32"},
+        "states": {},
     }
     made.__dict__.update({**usual, **more})
     return made
@@ -58,7 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.done.append(functions)
         return SimpleNamespace(frame=made.given if functions == (show_inputs, show_inputs) else made.taken)
 
-    session: Any = SimpleNamespace(run=run)
+    session: Any = SimpleNamespace(run=run, plan=SimpleNamespace(pairs=()))
     monkeypatch.setattr(held_updates, "lend_plan", lambda session, **plan: made.done.append(dict(sorted(plan.items()))))
     monkeypatch.setattr(held_updates, "restore_plan", lambda session: made.done.append("restored"))
     monkeypatch.setattr(held_updates, "judge_gradients", lambda *given: made.gradients)
@@ -94,6 +96,15 @@ def test_equal_updates_agree_and_the_target_began_with_the_baselines_values(made
         (take_inputs, take_inputs),
         "restored",
     ]
+
+
+def test_states_are_compared_under_the_names_of_paired_weights(made: Any) -> None:
+    made.repeats.session.plan.pairs = (PairRule("w", "W"),)
+    edited: list[Any] = []
+    made.repeats.session.edit = lambda **changes: edited.append(changes) or made.done.append("edited")
+    judged(made, *(update(states={name: {"step": ()}}, gradients={}) for name in "wW"))
+    assert edited == [{"pairs": [PairRule("w", "W"), PairRule("w.step", "W.step")]}]
+    assert made.done[0] == "edited"
 
 
 def test_a_different_update_differs_from_equal_values(made: Any) -> None:
