@@ -19,7 +19,7 @@ from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
-from graftlab.comparison.repeats import JudgingChoice, Repeats
+from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
     ResultDifference,
@@ -141,6 +141,8 @@ def _in_more_bits(
     """
     try:
         wide = _closer_look(repeats, verdict, choice, is_first)
+    except NoCloserLookError as error:
+        return verdict, [f"{NOT_CHECKED}the same call in float32: {error}."], False
     except GraftError as error:
         # The verdict on the call itself stands.
         why = str(error).splitlines()[0]
@@ -376,6 +378,8 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
 
     That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
+
+    Raises :class:`NoCloserLookError` with the reason if float32 shows nothing.
     """
     found, frame, cleared = verdict.findings, verdict.frame, _if_rounding(verdict.findings)
     if not rounding_may_hide_mistakes(verdict):
@@ -383,12 +387,10 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
             repeats.note_equal()
         return None
     wide = repeats.in_float32(choice, is_first=is_first)
-    if wide is None:
-        return None
     # What the call is given stays in 16 bits where only its operators compute in more.
     is_given = (wide.frame["group"].map(kind_of_group) == "input") & (wide.frame["added"] == 0)
-    if wide.frame.loc[~is_given, "dtype"].isin(_NARROW).any():
-        return None
+    if still := [*wide.frame.loc[~is_given & wide.frame["dtype"].isin(_NARROW), "name"]]:
+        raise NoCloserLookError(f"these compute in 16 bits even then: {first_of([*dict.fromkeys(still)], 4)}")
     # It computes in more bits now, from numbers of 16 bits.
     wide = replace(wide, findings=replace(wide.findings, computed_in=""))
     answer = answer_of(replace(wide.findings, contradicting_pairs=()), True, True)
@@ -401,7 +403,12 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         return Verdict(looked, runs)
     # Weights that differ by one rounding differ in float32, and whatever reads them.
     is_of_code = (wide.named or wide.findings.unexplained) and (wide.findings.weights_lent or not wide.findings.data)
-    return Verdict(wide.findings, runs) if answer == "differ" and is_of_code else None
+    if answer == "differ" and is_of_code:
+        return Verdict(wide.findings, runs)
+    if answer == "agree":
+        return None
+    why = "it is inconclusive" if answer == "inconclusive" else "weights that are rounded differently differ in it"
+    raise NoCloserLookError(why)
 
 
 def judge_against_recording(

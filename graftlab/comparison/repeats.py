@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from graftlab.base.tensor_bytes import as_bytes
+from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
-from graftlab.errors import SessionError
+from graftlab.errors import GraftError, SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.ranks.held_call import (
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 _NEAR = 0.1
 """Tensors further apart than this (rel_l2) are not the same to rounding."""
+
+
+class NoCloserLookError(GraftError):
+    """Why calls are not judged in more bits."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,8 @@ class Repeats:
         """Note that these calls are bit-equal, so that what they write is, too."""
         self.session.run(note_equal_call, note_equal_call)
 
-    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """Judge these runs in float32; None if the numbers of both sides do not pair, or the calls round even then.
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict:
+        """Judge these runs in float32.
 
         Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
         by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
@@ -110,34 +115,39 @@ class Repeats:
         if earlier calls may have written it. It is read as they would have left it in float32, where both sides know
         all of their state.
 
-        Raises :class:`SessionError` if the calls cannot run in float32.
+        Raises :class:`NoCloserLookError` if the numbers of both sides do not pair, or the calls round even then, and
+        :class:`SessionError` if the calls cannot run in float32.
         """
         read = self.session.run(call_numbers, call_numbers)
         if len(read.baseline) not in (1, len(read.target)):
-            return None
+            ranks = counted(len(read.baseline), "rank")
+            raise NoCloserLookError(f"the baseline has {ranks}, and the target {len(read.target)}")
         partners = read.baseline * len(read.target) if len(read.baseline) == 1 else read.baseline
         unequal = [_unequal_numbers(*each, is_first) for each in zip(partners, read.target, strict=True)]
         kept_of_baseline: Collection[str] = ()
         kept_of_target: Collection[str] = ()
-        if None in unequal:
+        if any(isinstance(each, str) for each in unequal):
             known = self.session.run(known_state, known_state)
             kept_of_baseline, kept_of_target = _kept(read, known)
             excused = [{*each.unchanged, *kept_of_target} for each in known.target]
             each_side = zip(partners, read.target, excused, strict=True)
             unequal = [_unequal_numbers(one, other, is_first, may) for one, other, may in each_side]
-        numbers = [each for each in unequal if each is not None]
+        for each in unequal:
+            if isinstance(each, str):
+                raise NoCloserLookError(each)
+        numbers = [each for each in unequal if not isinstance(each, str)]
         has = self.session.run(call_dtypes, call_dtypes)
         baseline, target = has.baseline[0], has.target[0]
         ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
-        if len(numbers) < len(unequal) or ours is None or theirs is None:
-            return None
+        if ours is None or theirs is None:
+            raise NoCloserLookError("weights of the two sides have different names and several dtypes")
         try:
             with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
-                ranks = len(self.session.ranks)
+                every = len(self.session.ranks)
                 nothing: list[dict[str, Tensor]] = [{}] * len(read.baseline)
                 run = self.session.run(
-                    partial(widen_call, nothing, ours, f"{folder}/baseline", ranks, kept=kept_of_baseline),
-                    partial(widen_call, numbers, theirs, f"{folder}/target", ranks, kept=kept_of_target),
+                    partial(widen_call, nothing, ours, f"{folder}/baseline", every, kept=kept_of_baseline),
+                    partial(widen_call, numbers, theirs, f"{folder}/target", every, kept=kept_of_target),
                 )
             failure = _failure(run)
             if failure is None:
@@ -151,8 +161,10 @@ class Repeats:
             verdict = self.verdict(replace(choice, floor=floor))
             verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
             # What rounds even then would be taken for a mistake.
-            left = self.session.run(left_in_16_bits, left_in_16_bits)
-            return None if any((*left.baseline, *left.target)) else verdict
+            run = self.session.run(left_in_16_bits, left_in_16_bits)
+            if left := sorted({dtype for each in (*run.baseline, *run.target) for dtype in each}):
+                raise NoCloserLookError(f"writes into its tensors round to {' and '.join(left)} even then")
+            return verdict
         finally:
             if not self.session.closed:
                 self.session.run(narrow_call, narrow_call)
@@ -191,13 +203,13 @@ def _kept(read: Run, known: Run) -> tuple[frozenset[str], frozenset[str]]:
 
 def _unequal_numbers(
     baseline: object, target: object, may_lack: bool, excused: Collection[str] = ()
-) -> dict[str, Tensor] | None:
-    """The baseline's values of the tensors that differ from the target's; None if one of these has no partner, unless
-    all may lack one, or it is ``excused``.
+) -> dict[str, Tensor] | str:
+    """The baseline's values of the tensors that differ from the target's; why they are unknown, if one of these has no
+    partner, unless all may lack one, or it is ``excused``.
     """
     if not isinstance(baseline, Mapping) or not isinstance(target, Mapping):
-        # They are too large, or cannot be sent.
-        return None
+        side = "target" if isinstance(baseline, Mapping) else "baseline"
+        return f"the tensors that the {side}'s call reads are too large to be compared, or cannot be sent"
     found = {}
     for path, value in target.items():
         partner = baseline.get(path)
@@ -208,7 +220,7 @@ def _unequal_numbers(
             if not _is_equal(partner := partner.to(value.dtype), value):
                 found[path] = partner
         elif not (may_lack or path in excused or any(_is_equal(each, value) for each in baseline.values())):
-            return None
+            return f"the target reads {path}, which earlier calls may have written, and the baseline has no such tensor"
     return found
 
 

@@ -12,7 +12,7 @@ from graftlab.base.world import SIDES, Side
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_calls import judge_held_calls, why_no_backward
 from graftlab.comparison.held_updates import judge_held_updates, take_equal_inputs
-from graftlab.comparison.repeats import JudgingChoice, Repeats
+from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.core import lend_plan, replace_ranks, restore_plan
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import skip_to
@@ -81,9 +81,9 @@ class StartedScripts(Repeats):
         """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
-    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict | None:
-        """Return None: each run starts the scripts again, with their own dtypes."""
-        return None
+    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict:
+        """Raise :class:`NoCloserLookError`: each run starts the scripts again, with their own dtypes."""
+        raise NoCloserLookError("the scripts are started again for each run, with their own dtypes")
 
     def unfit_taps(self) -> set[str]:
         """Return none: the scripts are not started again for a match of a later call."""

@@ -17,7 +17,7 @@ from graftlab.comparison import functions, repeats
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import _rounds_earlier, judge_against_recording, judge_held_calls
-from graftlab.comparison.repeats import JudgingChoice, Repeats
+from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
@@ -66,7 +66,7 @@ class Runs:
     def __init__(self, findings: Findings, wide: Any = None, pairs: Sequence[PairRule] = (), match: Any = None) -> None:
         self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
         self.verdict = Mock(return_value=Verdict(findings, 7))
-        self.in_float32 = Mock(side_effect=[wide])
+        self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
         self.unfit_taps = Mock(return_value=set())
@@ -298,7 +298,11 @@ def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
     assert judged(held(), held(), unexplained, wide=wide)[1][0].startswith("In bfloat16 no tapped value explains")
     # Weights of another rounding differ, and whatever reads them.
     data = replace(wide.findings, data=["Weights differ."])
-    assert judged(held(), held(), narrow, wide=Verdict(data, 5)) == ("agree", [])
+    answer, remarks = judged(held(), held(), narrow, wide=Verdict(data, 5))
+    assert (answer, remarks) == (
+        "agree",
+        ["Not checked: the same call in float32: weights that are rounded differently differ in it."],
+    )
     assert judged(held(), held(), narrow, wide=Verdict(replace(data, weights_lent=True), 5))[0] == "differ"
     # Pairs that contradict each other are no reason not to look.
     pairs = ("The plan's pairs contradict their names or each other: k has the values of v.",)
@@ -438,7 +442,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert session.run.call_args.args == (narrow_call, narrow_call)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
     answers[left_in_16_bits] = ([[]], [["bfloat16"]])
-    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    with pytest.raises(NoCloserLookError, match=r"^writes into its tensors round to bfloat16 even then$"):
+        Repeats(session).in_float32(JudgingChoice(), is_first=True)
     # A rank whose operators cannot run in float64 would keep the others waiting.
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
@@ -450,7 +455,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     # Ranks without a partner each.
     session.run.reset_mock()
     answers[call_numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
-    assert Repeats(session).in_float32(JudgingChoice(), is_first=True) is None
+    with pytest.raises(NoCloserLookError, match=r"^the baseline has 2 ranks, and the target 4$"):
+        Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_count == 1
 
 
@@ -747,7 +753,8 @@ def test_a_single_tap_that_is_not_bit_equal_is_not_cleared_without_a_look_in_flo
     assert comparison.answer == "inconclusive"
     assert comparison.remarks[0].startswith("l.1.o is not bit-equal from equal inputs, and the other 3 taps of bfloat1")
     answer, remarks = judged(held(HALF), held(HALF), single_tap_apart())
-    assert (answer, remarks[0].partition(" ")[0]) == ("inconclusive", "l.1.o")
+    assert (answer, remarks[0]) == ("inconclusive", "Not checked: the same call in float32: no reason.")
+    assert remarks[1].partition(" ")[0] == "l.1.o"
     wide = Verdict(found("l.*.o", "output"), 2)
     assert judged(held(HALF), held(HALF), single_tap_apart(), wide=wide) == ("agree", [])
     # Of several ranks too, if they could not be looked at, as the stages of a pipeline.
