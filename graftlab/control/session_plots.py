@@ -104,19 +104,25 @@ class SessionPlots:
 
     @_like(plots.history, leaving_out="frame")
     def history(self, name: str, **options: Any) -> Figure:
-        """One tap over all steps so far.
+        """One tap over all steps so far, without those that a verdict ran under its own plans.
 
         >>> figure = session.plot.history("hidden", layer=3)
         """
-        return plots.history(self._session.frame, name, **options)
+        return plots.history(self._plain_rows(), name, **options)
 
     @_like(plots.ranks, leaving_out="frame")
     def ranks(self, name: str, **options: Any) -> Figure:
-        """One tap over the receiving ranks: which shard is wrong.
+        """One tap over the receiving ranks: which shard is wrong. Steps of a verdict are left out, as in `history`.
 
         >>> figure = session.plot.ranks("hidden", layer=3)
         """
-        return plots.ranks(self._session.frame, name, **options)
+        return plots.ranks(self._plain_rows(), name, **options)
+
+    def _plain_rows(self) -> pd.DataFrame:
+        """The rows of the runs that were started under the session's plan."""
+        frame = self._session.frame
+        is_aside = frame["run"].isin(internals_of(self._session).set_aside).to_numpy(dtype=bool)
+        return frame[~is_aside].reset_index(drop=True) if is_aside.any() else frame
 
     def verdict(self, tap: str | None = None, **options: Any) -> Figure:
         """The newest verdict, or with a tap, a map of that culprit's tensors. See :meth:`Verdict.plot`.

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from graftlab.base.tags import SIDE_NAMES, identity, rank_tags
+from graftlab.lines.traces import LINE_TAP
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.messages import TapSeen
@@ -25,6 +26,8 @@ class TapCatalog:
     def note(self, seen: TapSeen, rank: RankHandle) -> None:
         # Filters can tell taps apart by a rank tag alone, and the two sides may use one name for different taps.
         tags = seen.tags
+        if tags["name"].startswith(f"{LINE_TAP}."):
+            return  # A verdict's own, in the model only while the verdict looks for a line.
         self._tags.setdefault((*identity(tags), rank_tags(tags), rank.place.side), tags)
 
     def all(self, plan: GraftPlan) -> list[dict[str, Any]]:

@@ -245,7 +245,7 @@ def _commands() -> dict[str, Command]:
     command("down", "End the ranks; rows and logs stay on disk.")
 
     log = command("log", "Show the end of a rank's log.")
-    log.add_argument("rank", nargs="?", default="both", help="baseline, target, both (default), or such as target[1]")
+    log.add_argument("rank", nargs="?", metavar="RANK", default="both", help="baseline, target, both (default), or such as target[1]")
     log.add_argument("-n", "--lines", type=positive, metavar="N", default=50, help="number of lines (default 50)")
 
     expression(
@@ -282,7 +282,7 @@ def _commands() -> dict[str, Command]:
         "Tell whether torch.compile changes the result of an expression, and where.\n\n"
         "The baseline evaluates it eagerly, the target compiled, several times each, so it must be repeatable.",
         "the comparison",
-        more="[--backend NAME] [--fullgraph] ",
+        more="[--backend NAME] [--fullgraph] [--grad-mode MODE] ",
     )
     compiled.add_argument("--backend", metavar="NAME", help="torch.compile's backend (default inductor)")
     compiled.add_argument(
@@ -338,7 +338,7 @@ def _commands() -> dict[str, Command]:
         "  %graft transform unfuse --where name == 'qkv'",
         raw="where",
     )
-    transform.add_argument("name", help="function or dotted path; `default` restores the default transform")
+    transform.add_argument("name", metavar="NAME", help="function or dotted path; `default` restores the default transform")
     transform.add_argument("--where", metavar="EXPR", help="filter of the taps to transform")
 
     rename = command(
@@ -381,7 +381,7 @@ def _commands() -> dict[str, Command]:
     )
     plot.add_argument(
         "--noise-floor",
-        type=float,
+        type=_amount,
         metavar="X",
         help="divergence and over_steps: differences up to X count as rounding",
     )
@@ -444,7 +444,9 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
     Raises UsageError for mistakes, :class:`HelpRequest` when the line asks for help.
     """
     name, _, rest = line.strip().partition(" ")
-    if name in ("", "-h", "--help", "help"):
+    if name == "help" and rest.strip() in COMMANDS:
+        name, rest = rest.strip(), "-h"
+    elif name in ("", "-h", "--help", "help"):
         raise HelpRequest(overview())
     command = COMMANDS.get(name)
     if command is None:

@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.comparison.functions import compare_expression
 from graftlab.comparison.held_calls import rounding_may_hide_mistakes
 from graftlab.control.core import callees_of, internals_of
@@ -470,7 +470,9 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
             choices += ["baseline", "target", "both", *ranks]
         elif previous == ["debug"]:
             choices += ranks
-        elif previous[0] == "plot" and session is not None:
+        elif previous == ["rename"]:
+            choices += SIDES
+        elif (previous[0] == "plot" or previous == ["lines"]) and session is not None:
             choices += [str(name) for name in dict.fromkeys(tags["name"] for tags in session.taps)]
     found = [SimpleCompletion(choice, type="param") for choice in choices if choice.startswith(token)]
     return SimpleMatcherResult(completions=found, suppress=bool(found), matched_fragment=token)

@@ -126,12 +126,13 @@ def value_axis(
 def log_image(grid: Array) -> tuple[Any, LogNorm, Colormap]:
     """A grid of non-negative values for ``imshow``: zeros take the colour EXACT, NaN and infinities ODD.
 
-    Colours distinguish eight decades below the largest value; smaller values get the lowest colour, never EXACT.
+    Colours distinguish eight decades below the largest value; smaller values get the lowest colour, never EXACT. The
+    scale spans at least a factor of 2, so that values that differ by rounding look alike.
     """
     usable = grid[np.isfinite(grid) & (grid > 0)].astype(np.float64)
     high = float(usable.max()) if usable.size else 1.0
     low = max(float(usable.min()), high * 1e-8) if usable.size else 0.1
-    low = low if low < high else high / 10
+    low = min(low, high / 2)
     shown = np.where(grid > 0, np.clip(grid.astype(np.float64), low, high), low / 10)
     shown = np.ma.masked_array(shown, mask=~np.isfinite(grid))
     return shown, LogNorm(low, high), colormaps["viridis"].with_extremes(under=EXACT, bad=ODD)

@@ -114,12 +114,13 @@ def replace_large(value: Any, limit: int = LARGEST_SHOWN) -> Any:
 
 def _size(value: Any, limit: int, depth: int, seen: set[int]) -> int:
     """Estimate the bytes of a value; beyond the limit the estimate may be too low."""
-    if depth > _DEPTH or id(value) in seen or isinstance(value, type):
+    if depth > _DEPTH or id(value) in seen or isinstance(value, (type, types.ModuleType)):
         return 0
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         return len(value)
     seen.add(id(value))
-    nbytes = getattr(value, "nbytes", None)
+    # A class that makes attributes up, such as that of ctypes.cdll, may raise any error.
+    nbytes = value.nbytes if hasattr(type(value), "nbytes") else None
     if isinstance(nbytes, int):
         return nbytes
     if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "memory_usage"):

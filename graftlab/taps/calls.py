@@ -125,7 +125,8 @@ class Here:
     """This process's place in the session. ``rank`` and ``world_size`` count within its side.
 
     ``vars`` is the namespace in which ``%%graft`` cells run on this rank. It exists as long as the rank, so a function
-    passed to ``session.run`` can leave its model there for the next one.
+    passed to ``session.run`` can leave its model there for the next one. A place that a rank returns to the notebook
+    has no variables.
     """
 
     side: Side
@@ -133,6 +134,10 @@ class Here:
     world_size: int
     device: torch.device
     vars: dict[str, Any] = field(repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The variables are the rank's: a process that receives the place gets none of them.
+        return {**self.__dict__, "vars": {}}
 
 
 def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad: bool = False, **tags: Any) -> T:

@@ -40,7 +40,9 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
         if transform is align_by_request:
             return _fitted(align_by_request(graft_input), graft_input.target)
         target = graft_input.target
-        own, version = private_tensor(target), _version(target)
+        with torch.inference_mode(False):  # so that torch counts what is written into the copy
+            own = private_tensor(target)
+        version, unwritten = _version(target), own._version
         value = transform(
             replace(
                 graft_input,
@@ -53,18 +55,26 @@ def run_transform(transform: Transform | None, graft_input: GraftTransformInput)
             )
         )
         try:
-            return _outcome(value, own, target, version)
+            return _outcome(value, own, unwritten, target, version)
         except TransformError as error:
             raise_at(transform, error)
 
 
-def _outcome(value: object, own: torch.Tensor, target: torch.Tensor, version: int | None) -> Outcome:
+def _outcome(value: object, own: torch.Tensor, unwritten: int, target: torch.Tensor, version: int | None) -> Outcome:
     if _version(target) != version:
         raise TransformError(
             "the transform wrote into the model's own tensor, which it must have obtained elsewhere; write into "
             "graft_input.target, which is a copy"
         )
-    if value is None and not _same_bytes(own, target):
+    # Bytes that numpy writes are not counted, and writing the same numbers changes no byte.
+    is_unchanged = (value is own or value is None) and own._version == unwritten and _same_bytes(own, target)
+    if value is own and is_unchanged:
+        # The receiver's tensor agrees with itself, whatever the other side computed.
+        raise TransformError(
+            "the transform returned graft_input.target as it was, so there is nothing to compare; make the result from "
+            "graft_input.received_list, or leave this tap out with a filter: transform=(filter, function)"
+        )
+    if value is None and not is_unchanged:
         value = own
     outcome = value if isinstance(value, Outcome) else Outcome(value)  # type: ignore[arg-type]
     if not isinstance(outcome.value, torch.Tensor):

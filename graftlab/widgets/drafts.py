@@ -44,7 +44,7 @@ FIELDS = tuple(field.name for field in fields(GraftTransformInput))
 def _template() -> str:
     width = max(map(len, FIELDS))
     lines = [f"    #   graft_input.{name:<{width}}  {_MEANINGS.get(name, '')}".rstrip() for name in FIELDS]
-    comments = ["    # All tensors are copies; do not change them in place. The fields:", *lines]
+    comments = ["    # All tensors are copies, which may be written into. The fields:", *lines]
     return "\n".join([f"{SIGNATURE}:", *comments, "    return graft_input.received_list[0]", ""])
 
 

@@ -191,6 +191,13 @@ def test_a_tap_is_listed_once_for_all_ranks_and_steps(ranks: list[TalkingRank]) 
     assert taps.all(GraftPlan()) == [{**first, **both}, {**first, "layer": 4, **both}]
 
 
+def test_a_verdicts_own_taps_are_not_listed(ranks: list[TalkingRank]) -> None:
+    taps = TapCatalog()
+    for name in ("graftlab.line.60.46", "graftlab.lines"):
+        taps.note(TapSeen({"name": name, "step": 0, "side": "target", "rank": 0}), ranks[2].rank)
+    assert [tags["name"] for tags in taps.all(GraftPlan())] == ["graftlab.lines"]
+
+
 def test_taps_are_listed_by_the_names_of_their_pairs(ranks: list[TalkingRank]) -> None:
     taps = TapCatalog()
     for side, name, rank in (("baseline", "a", ranks[0]), ("target", "b", ranks[2]), ("target", "a", ranks[2])):

@@ -117,6 +117,15 @@ def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any
     assert [given for _, _, given in drawn] == [{"title": "h, layer=3, step=1"}] * 3
 
 
+def test_one_taps_figures_leave_out_a_verdicts_own_runs(monkeypatch: pytest.MonkeyPatch, drawn: list[Any]) -> None:
+    monkeypatch.setattr(session_plots, "internals_of", lambda session: SimpleNamespace(set_aside={8}))
+    frame = to_frame([row("a", run=7, step=1), row("a", run=8, step=2), row("a", run=9, step=3)])
+    figures = plots_of(frame=frame)
+    figures.history("a")
+    figures.ranks("a")
+    assert [args[0]["step"].tolist() for _, args, _ in drawn] == [[1, 3]] * 2
+
+
 @pytest.mark.ranks
 def test_a_figure_names_the_newest_run_if_its_pair_is_not_of_it() -> None:
     def forward(off: float) -> None:

@@ -238,7 +238,9 @@ def test_a_draft_that_ends_its_process_ends_nothing_else(
 
 
 def test_a_megabyte_that_is_printed_is_cut_and_counted(session: gl.Session) -> None:
-    trial = tried(session, "import sys", "print('é' * 2**20)", "sys.stderr.write('end')", "return graft_input.target")
+    trial = tried(
+        session, "import sys", "print('é' * 2**20)", "sys.stderr.write('end')", "return graft_input.received_list[0]"
+    )
     assert trial.ok, trial.error
     assert trial.printed == "é" * PRINTED_LIMIT + f"\n... and {2**20 + 1 + 3 - PRINTED_LIMIT} more characters"
 
@@ -257,7 +259,7 @@ def test_thread_left_by_a_draft_does_not_delay_the_trial(session: gl.Session) ->
         session,
         "import threading",
         "threading.Thread(target=threading.Event().wait).start()",
-        "return graft_input.target",
+        "return graft_input.received_list[0]",
     )
     assert trial.ok, trial.error
 
@@ -266,7 +268,9 @@ def test_thread_left_by_a_draft_does_not_delay_the_trial(session: gl.Session) ->
 
 
 def test_trial_runs_neither_in_a_rank_nor_in_the_notebook(session: gl.Session) -> None:
-    trial = tried(session, "import os, torch", "print(os.getpid())", "torch.ones = None", "return graft_input.target")
+    trial = tried(
+        session, "import os, torch", "print(os.getpid())", "torch.ones = None", "return graft_input.received_list[0]"
+    )
     assert int(trial.printed) not in {os.getpid(), *(rank.pid for rank in session.ranks)}
     assert session.run(target=lambda: torch.ones(1).item()).target == [1.0, 1.0]
 
@@ -274,7 +278,7 @@ def test_trial_runs_neither_in_a_rank_nor_in_the_notebook(session: gl.Session) -
 def test_trial_changes_neither_plan_nor_kept_pairs_nor_rows(session: gl.Session) -> None:
     before = session.plan, session.plans, session.kept(), session.row_count
     assert tried(session, "return graft_input.received_list[0]").ok
-    assert tried(session, "graft_input.target.zero_()", "return graft_input.target").ok
+    assert tried(session, "graft_input.target.zero_()", "return graft_input.received_list[0]").ok
     assert (session.plan, session.plans, session.kept(), session.row_count) == before
     assert session.tensors("x", rank=1)[1].tolist() == [[21.0] * 3] * 2
 
@@ -341,7 +345,7 @@ def test_where_the_transform_in_force_failed_the_next_one_can_be_tried(session: 
 
 def test_a_trial_leaves_no_process(session: gl.Session) -> None:
     before = family(os.getpid())
-    for line in ("while True: pass", "return graft_input.target", "import os; os._exit(1)"):
+    for line in ("while True: pass", "return graft_input.received_list[0]", "import os; os._exit(1)"):
         tried(session, line, limit=0.3)
     wait_until(lambda: family(os.getpid()) <= before, "the end of every trial")
 

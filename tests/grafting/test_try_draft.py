@@ -146,7 +146,9 @@ def test_error_while_loading_the_draft_is_reported_with_its_line() -> None:
 def test_output_is_cut_at_the_limit_and_the_rest_counted(more: int) -> None:
     stdout = sys.stdout
     trial = tried(
-        "import sys", f"sys.stderr.write('é' * {LONGEST - 5}); print('x' * {4 + more})", "return graft_input.target"
+        "import sys",
+        f"sys.stderr.write('é' * {LONGEST - 5}); print('x' * {4 + more})",
+        "return graft_input.received_list[0]",
     )
     assert trial.ok, trial.error
     whole = "é" * (LONGEST - 5) + "x" * (4 + more) + "\n"

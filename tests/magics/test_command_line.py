@@ -131,10 +131,11 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("filter name", "--b2t, --t2b, --compare, --keep"),
         ("filter --b2t --keep True", "--b2t needs an expression"),
         ("filter --only name", "unrecognized arguments: --only"),
-        ("transform", "required: name"),
+        ("transform", "required: NAME"),
         ("frame --every", "unrecognized arguments: --every"),
         ("plot --kind pie", "invalid choice: 'pie'"),
-        ("plot --noise-floor low", "invalid float value: 'low'"),
+        ("plot --noise-floor low", "expected a number of at least 0, not 'low'"),
+        ("plot --noise-floor -1", "expected a number of at least 0, not '-1'"),
         ("nonsense", "%graft lists the commands"),
         ("up -o 3x", "'3x' is not a valid variable name"),
         ("up -o class", "'class' is not a valid variable name"),
@@ -188,11 +189,14 @@ def test_values_are_read_as_their_help_says(line: str, expected: dict[str, objec
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_subcommand_has_help_that_names_its_options(name: str) -> None:
     texts = []
-    for option in ("-h", "--help"):
+    for line in (f"{name} -h", f"{name} --help", f"help {name}"):
         with pytest.raises(command_line.HelpRequest) as asked:
-            command_line.parse(f"{name} {option}")
+            command_line.parse(line)
         texts.append(asked.value.text)
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
+    usage = texts[0].partition("\n\n")[0]
+    actions = [action for action in COMMANDS[name].parser._actions if action.option_strings]
+    assert [action.dest for action in actions if not any(each in usage for each in action.option_strings)] == []
     assert texts[0].startswith((f"usage: %graft {name}", f"usage: %%graft {name}"))
     assert [option for option in COMMANDS[name].options if option not in texts[0]] == []
 

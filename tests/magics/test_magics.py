@@ -470,7 +470,7 @@ def test_transform_takes_a_filter_of_the_taps_to_transform(notebook: Kernel) -> 
     assert value(notebook, "set(mine.frame.loc[mine.frame.name == 'hidden', 'status'])") == "{'compared'}"
     assert value(notebook, "set(mine.frame.loc[mine.frame.name == 'hidden', 'mean_baseline'].tolist())") == "{7.0}"
 
-    cell = "def transform(graft_input):\n    return graft_input.target"
+    cell = "def transform(graft_input):\n    return graft_input.received_list[0]"
     typed(notebook, f"%%graft transform --where name == 'hidden'\n{cell}")
     plan = "session.plan.transform.kind, session.plan.transform.where"
     assert value(notebook, plan) == repr(("source", "name == 'hidden'"))

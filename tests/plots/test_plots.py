@@ -880,7 +880,12 @@ def test_empty_pairs_give_a_message_and_unlike_pairs_are_refused(draw: Callable[
 
 @pytest.mark.parametrize(
     ("values", "labels"),
-    [((0.5, 2.0), ["0.5", "0.79", "1.3", "2"]), ((0.5, 20.0), ["1e0", "1e1"]), ((0.0, 0.0), None)],
+    [
+        ((0.5, 2.0), ["0.5", "0.79", "1.3", "2"]),
+        ((0.5, 20.0), ["1e0", "1e1"]),
+        ((1.99999, 2.0), ["1", "1.3", "1.6", "2"]),  # not four times the same number, in all colours
+        ((0.0, 0.0), None),
+    ],
 )
 def test_a_colour_bar_has_numbers_to_read_the_colours_by(values: tuple[float, ...], labels: list[str] | None) -> None:
     figure = Figure()

@@ -55,6 +55,17 @@ def test_a_small_last_value_is_sent(value: Any) -> None:
     assert replace_large(value) is value
 
 
+class MakesUp:
+    """Like ``ctypes.cdll``, which takes any attribute for a library."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+
+def test_a_value_whose_attributes_cannot_be_read_is_sent() -> None:
+    assert replace_large(value := {"torch": torch, "it": MakesUp()}) is value
+
+
 @pytest.mark.ranks
 def test_a_large_last_value_of_a_cell_is_shown_as_one_line(session: gl.Session) -> None:
     cell = "x = torch.zeros(64, 1 << 20)\nx"

@@ -481,6 +481,9 @@ def test_here_returns_each_ranks_place() -> None:
 
     with gl.launch(1, 2, device="cpu") as session:
         run = session.run(stand, stand)
+        session.execute("lock = __import__('threading').Lock()", on="target")  # no process can send it
+        [_, place] = session.run(target="gl.here()").target
+    assert (place.side, place.rank, place.vars) == ("target", 1, {})
     assert run.baseline == [("baseline", 0, 1, "cpu")]
     assert run.target == [("target", 0, 2, "cpu"), ("target", 1, 2, "cpu")]
     assert gl.here() is None

@@ -363,7 +363,7 @@ def test_a_transform_is_given_everything_by_the_published_names() -> None:
 
     def transform(graft_input: GraftTransformInput) -> torch.Tensor:
         seen.append(graft_input)
-        return graft_input.target
+        return graft_input.target + 1
 
     received = made_of((2,), (3,))
     given = the_input(
@@ -530,6 +530,22 @@ def test_value_written_into_the_target_is_the_result(returns: str) -> None:
     assert target.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("returns", ["target", "None"])
+@pytest.mark.parametrize("infers", [False, True])
+def test_equal_values_written_into_the_target_are_a_result(returns: str, infers: bool) -> None:
+    def transform(graft_input: GraftTransformInput) -> Any:
+        graft_input.target.copy_(graft_input.received_list[0])
+        return None if returns == "None" else graft_input.target
+
+    with torch.inference_mode(infers):
+        assert run_transform(transform, the_input([torch.ones(2)], torch.ones(2))).value.tolist() == [1.0, 1.0]
+
+
+def test_a_target_returned_as_it_was_fails_rather_than_agrees() -> None:
+    with pytest.raises(TransformError, match=r"returned graft_input\.target as it was, so there is nothing to compare"):
+        run_transform(lambda graft_input: graft_input.target, the_input([torch.ones(2)], torch.zeros(2)))
+
+
 def test_writing_into_the_models_tensor_fails() -> None:
     target = torch.tensor([1.0, 2.0])
 
@@ -552,7 +568,7 @@ def test_receivers_extras_are_copies_too() -> None:
         extras["nested"][1][0].fill_(99)
         extras["list"].append(2)
         graft_input.received_extras_list[0]["fill"][0] = 99
-        return graft_input.target
+        return graft_input.received_list[0]
 
     given = replace(
         the_input([torch.ones(2)], torch.zeros(2)), target_extras=mine, received_extras_list=[{"fill": [1]}]

@@ -90,7 +90,7 @@ def test_a_draft_is_tried_by_default_on_a_grafted_tap_or_else_on_a_kept_one() ->
 
 def test_a_transform_concerns_the_taps_of_its_filter_or_those_that_the_plan_grafts() -> None:
     a, b = kept_options([kept("a"), kept("b")])
-    spec = TransformSpec("source", "def transform(graft_input):\n    return graft_input.target\n")
+    spec = TransformSpec("source", "def transform(graft_input):\n    return graft_input.received_list[0]\n")
     grafts_a = GraftPlan(b2t="name == 'a'")
     assert [concerns(grafts_a, spec, option) for option in (a, b)] == [True, False]
     # Nothing is grafted yet.

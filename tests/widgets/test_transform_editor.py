@@ -288,11 +288,11 @@ def test_it_starts_from_the_transform_in_force(session: gl.Session, show: Show, 
     assert (screen.chosen("kinds"), screen.find("name").value) == ("Function or path", importable)
     assert "return graft_input.received_list[0] / 2" in screen.source
 
-    of_a_cell = run_cell("def of_a_cell(graft_input):\n    return graft_input.target  # seen")["of_a_cell"]
+    of_a_cell = run_cell("def of_a_cell(graft_input):\n    return graft_input.received_list[0]  # seen")["of_a_cell"]
     version = session.edit(transform=of_a_cell).version
     screen = show(session)
     assert screen.find("name").value == f"of_a_cell (plan {version})"
-    assert "return graft_input.target  # seen" in screen.source
+    assert "return graft_input.received_list[0]  # seen" in screen.source
     assert "not applied" not in screen.in_force
 
 
@@ -565,14 +565,14 @@ def test_during_a_try_only_the_newest_try_waits_and_no_apply_is_lost(
 @pytest.mark.ranks
 def test_a_megabyte_that_is_printed_is_shown_in_part(session: gl.Session, show: Show) -> None:
     screen = show(session)
-    screen.tries(source("print('x' * 2**20)", "return graft_input.target"))
+    screen.tries(source("print('x' * 2**20)", "return graft_input.received_list[0]"))
     assert "more characters" in screen.result
     assert len(screen.markup("result")) < 2 * PRINTED_LIMIT
 
 
 @pytest.mark.ranks
 def test_apply_publishes_the_text_on_the_screen_however_busy_the_kernel(session: gl.Session, show: Show) -> None:
-    screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.target"))
+    screen = show(session, names=run_cell("def mine(graft_input):\n    return graft_input.received_list[0]"))
     for text in ("a", "ab", DOUBLES):
         screen.type(text)
     screen.click("apply")
@@ -613,7 +613,9 @@ def test_an_identical_edit_makes_no_new_plan(session: gl.Session, show: Show) ->
 def test_a_long_text_with_any_characters_is_applied_unchanged(session: gl.Session, show: Show) -> None:
     screen = show(session)
     text = source(
-        "größe = '日本 <b>'", *(f"# {'x' * 100} {number}" for number in range(1000)), "return graft_input.target"
+        "größe = '日本 <b>'",
+        *(f"# {'x' * 100} {number}" for number in range(1000)),
+        "return graft_input.received_list[0]",
     )
     assert len(text) > 100_000
     assert screen.applies(text).startswith("Applied")
@@ -625,7 +627,7 @@ def test_a_long_text_with_any_characters_is_applied_unchanged(session: gl.Sessio
 @pytest.mark.ranks
 def test_a_transform_that_fails_on_later_data_stops_nothing_and_shows(session: gl.Session, show: Show) -> None:
     screen = show(session)
-    text = source("assert graft_input.tags['layer'] == 4, 'another <layer>'", "return graft_input.target")
+    text = source("assert graft_input.tags['layer'] == 4, 'another <layer>'", "return graft_input.received_list[0]")
     assert screen.applies(text).startswith("Applied")
     assert session.run(tap_x, tap_x).frame["status"].tolist() == ["grafted"]
     screen.settle()

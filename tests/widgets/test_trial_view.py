@@ -76,7 +76,7 @@ def test_a_duration_has_a_unit_of_its_size(seconds: float, text: str) -> None:
 
 def test_the_transform_in_force_is_shown_with_its_filter_and_an_edited_draft() -> None:
     spec = TransformSpec(
-        "source", "def transform(graft_input):\n    return graft_input.target\n", where="name == '<x>'"
+        "source", "def transform(graft_input):\n    return graft_input.received_list[0]\n", where="name == '<x>'"
     )
     plan = GraftPlan(b2t="True")
     shown = view.in_force_html(Version(3, spec), True, plan)
