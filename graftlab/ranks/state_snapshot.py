@@ -156,10 +156,14 @@ class StateSnapshot:
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
         local = own_part(tensor)
-        kept = local.detach().clone()
+        memory = local.detach()
+        kept = memory.clone()
         self._kept[id(tensor)] = kept
 
         def undo() -> None:
+            # Resized, or given other data: values of another shape cannot be copied to it.
+            if (local.shape, local.dtype) != (memory.shape, memory.dtype):
+                local.data = memory
             # Only changed tensors: autograd counts any write as a change, and a backward pass may need the tensor.
             if not _same_bits(local.detach(), kept):
                 local.data.copy_(kept)
@@ -212,6 +216,8 @@ def _same_items(container: Any, items: Any) -> bool:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # Bytes are those of a tensor that is not conjugated or negated only when it is read.
+    one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()
     return (
         torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
         if one.dim()

@@ -56,6 +56,36 @@ def test_containers_have_their_items_in_their_order_again() -> None:
     assert replaced["k"] is first
 
 
+@pytest.mark.parametrize("shape", [(3,), (2,), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("how", ["resized", "other data"])
+def test_a_tensor_has_its_shape_and_dtype_again(how: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(2)
+    view = tensor[1:]
+    snapshot = StateSnapshot([[tensor]])
+    for _ in range(2):
+        if how == "resized":
+            tensor.resize_(shape).zero_()
+        else:
+            tensor.data = torch.zeros(shape, dtype=dtype)
+        snapshot.restore()
+        assert (tensor.dtype, tensor.tolist()) == (torch.float32, [1.0, 1.0])
+    assert view.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("read", [torch.conj, lambda x: x.conj().imag, lambda x: x.real.T])
+def test_a_tensor_that_is_conjugated_as_it_is_read_is_brought_back(read: Callable[[Any], Any]) -> None:
+    tensor = read(torch.full((2, 2), 1 + 2j))
+    before = tensor.tolist()
+    snapshot = StateSnapshot([[tensor]])
+    write(tensor)
+    found, _ = snapshot.written({"x": tensor}, 1 << 20)
+    assert found["x"].tolist() == tensor.tolist() != before
+    snapshot.restore()
+    assert tensor.tolist() == before
+    assert snapshot.written({"x": tensor}, 1 << 20) == ({}, [])
+
+
 def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:
     held: list[Any] = [torch.zeros(1)]
     held.append(held)
