@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from graftlab.grafting.overwrite import one_place_each
+
 # Attributes in which torch keeps a module's parts, apart from its buffers. A forward pass does not change parameters.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
@@ -164,9 +166,10 @@ class StateSnapshot:
             # Resized, or given other data: values of another shape cannot be copied to it.
             if (local.shape, local.dtype) != (memory.shape, memory.dtype):
                 local.data = memory
-            # Only changed tensors: autograd counts any write as a change, and a backward pass may need the tensor.
+            # Only changed tensors: the memory of others may be read-only, as that of a mapped file.
             if not _same_bits(local.detach(), kept):
-                local.data.copy_(kept)
+                place, values = one_place_each(local.data, kept)
+                place.copy_(values)
 
         self._undo.append(undo)
 

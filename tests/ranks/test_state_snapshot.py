@@ -86,6 +86,26 @@ def test_a_tensor_that_is_conjugated_as_it_is_read_is_brought_back(read: Callabl
     assert snapshot.written({"x": tensor}, 1 << 20) == ({}, [])
 
 
+def test_attributes_that_were_added_since_are_gone_again() -> None:
+    model, held = nn.Linear(1, 1), SimpleNamespace(x=1)
+    snapshot = StateSnapshot([model, held])
+    model.cache = held.y = torch.zeros(1)
+    del held.x
+    snapshot.restore()
+    assert not hasattr(model, "cache")
+    assert vars(held) == {"x": 1}
+
+
+@pytest.mark.parametrize("expand", [lambda x: x.expand(3, 2), lambda x: x.unfold(0, 1, 1).expand(2, 4)])
+def test_an_expanded_tensor_is_brought_back_with_what_it_shows(expand: Callable[[Any], Any]) -> None:
+    base = torch.zeros(2)
+    shown = expand(base)
+    snapshot = StateSnapshot([shown, base])
+    base += 1
+    snapshot.restore()
+    assert (base.tolist(), shown.tolist()) == ([0.0, 0.0], torch.zeros_like(shown).tolist())
+
+
 def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:
     held: list[Any] = [torch.zeros(1)]
     held.append(held)
@@ -179,6 +199,10 @@ def test_new_and_resized_tensors_are_written_whole_and_are_copies() -> None:
     assert {path: each.tolist() for path, each in found.items()} == {"cache['k']": [1.0] * 3, "cache['v'][0]": [1.0]}
     write(cache["v"][0])
     assert found["cache['v'][0]"].tolist() == [1.0]
+    kept = torch.tensor([2.0, 3.0])
+    snapshot = StateSnapshot([kept])
+    kept.data = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    assert snapshot.written({"x": kept}, 1 << 20)[0]["x"].tolist() == [2.0, 4.0]
 
 
 def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
