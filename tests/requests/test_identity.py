@@ -43,9 +43,7 @@ def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None
 
 
 @pytest.mark.parametrize(("text", "on"), [(" True\n", True), ("YES", True), ("Off", False), ("0", False), ("", False)])
-def test_the_environment_switches_ids_on_in_several_words(
-    text: str, on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_switches_ids_on_in_several_words(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUEST_IDS_VARIABLE, text)
     assert is_switched_on() is on
 
