@@ -200,7 +200,8 @@ def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
         elif isinstance(value, (list, tuple, deque)):
             for place, each in enumerate(list(value)):
                 yield from of(each, f"{path}[{place}]", depth + 1)
-        elif hasattr(value, "__dict__"):
+        # Also of an object that is a dict or a list as well, such as a cache.
+        if hasattr(value, "__dict__") and not isinstance(value, _KNOWN):
             for name, each in list(vars(value).items()):
                 yield from of(each, f"{path}.{name}", depth + 1)
 

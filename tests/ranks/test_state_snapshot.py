@@ -215,6 +215,22 @@ def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
     assert sorted(written) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "last"]
 
 
+@pytest.mark.parametrize(("kind", "place"), [(dict, "['k']"), (list, "[0]")])
+def test_what_was_written_to_a_cache_that_is_a_container_includes_its_attributes(kind: type, place: str) -> None:
+    class Cache(kind):  # type: ignore[misc]
+        """As some caches are: a container of keys and values, with their number beside them."""
+
+    held, length = torch.zeros(1), torch.zeros(1)
+    cache = Cache({"k": held} if kind is dict else [held])
+    cache.length = length
+    snapshot = StateSnapshot([cache])
+    write(held)
+    write(length)
+    assert sorted(snapshot.written({"c": cache}, 1 << 20)[0]) == sorted([f"c{place}", "c.length"])
+    snapshot.restore()
+    assert (held.tolist(), length.tolist()) == ([0.0], [0.0])
+
+
 @pytest.mark.parametrize("hold", [lambda x: [x], lambda x: {"k": x}, lambda x: SimpleNamespace(x=x)])
 def test_the_paths_of_tensors_end_at_a_depth_however_deep_their_containers_are(hold: Callable[[Any], Any]) -> None:
     value: Any = torch.zeros(1)
