@@ -177,7 +177,6 @@ class GraftMagics(Magics):
             "the open session already matches; keeping it and everything on its ranks "
             "(`%graft up --replace` starts a new one)\n"
         )
-        self.session = session
         self._assign(arguments.out, session)
         return session
 

@@ -124,8 +124,7 @@ def _size(value: Any, limit: int, depth: int, seen: set[int]) -> int:
     if isinstance(nbytes, int):
         return nbytes
     if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "memory_usage"):
-        usage = value.memory_usage()
-        return int(usage if isinstance(usage, int) else usage.sum())
+        return int(value.memory_usage().sum())
     parts: Iterable[Any]
     if isinstance(value, Mapping):
         parts = [part for pair in list(value.items())[:_PARTS] for part in pair]

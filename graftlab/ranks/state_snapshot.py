@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from graftlab.grafting.overwrite import one_place_each
+
 # Attributes in which torch keeps a module's parts, apart from its buffers. A forward pass does not change parameters.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
@@ -156,13 +158,18 @@ class StateSnapshot:
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
         local = own_part(tensor)
-        kept = local.detach().clone()
+        memory = local.detach()
+        kept = memory.clone()
         self._kept[id(tensor)] = kept
 
         def undo() -> None:
-            # Only changed tensors: autograd counts any write as a change, and a backward pass may need the tensor.
+            # Resized, or given other data: values of another shape cannot be copied to it.
+            if (local.shape, local.dtype) != (memory.shape, memory.dtype):
+                local.data = memory
+            # Only changed tensors: the memory of others may be read-only, as that of a mapped file.
             if not _same_bits(local.detach(), kept):
-                local.data.copy_(kept)
+                place, values = one_place_each(local.data, kept)
+                place.copy_(values)
 
         self._undo.append(undo)
 
@@ -193,7 +200,8 @@ def tensors_by_path(roots: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
         elif isinstance(value, (list, tuple, deque)):
             for place, each in enumerate(list(value)):
                 yield from of(each, f"{path}[{place}]", depth + 1)
-        elif hasattr(value, "__dict__"):
+        # Also of an object that is a dict or a list as well, such as a cache.
+        if hasattr(value, "__dict__") and not isinstance(value, _KNOWN):
             for name, each in list(vars(value).items()):
                 yield from of(each, f"{path}.{name}", depth + 1)
 
@@ -212,6 +220,8 @@ def _same_items(container: Any, items: Any) -> bool:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # Bytes are those of a tensor that is not conjugated or negated only when it is read.
+    one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()
     return (
         torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
         if one.dim()

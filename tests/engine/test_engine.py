@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,24 @@ def test_an_exception_in_a_forward_loses_nothing() -> None:
             return logits
 
     engine, requests, finished = Engine(model(), runner=Failing, max_prefill_tokens=20), workload(10), {}
+    for request in requests:
+        engine.add(request)
+    while engine.live:
+        with pytest.raises(ArithmeticError):
+            engine.step()
+        finished.update((done.request.rid, done.response["output_ids"]) for done in engine.step())
+    assert finished == {r.rid: decoded(r.input_ids, r.max_new_tokens) for r in requests}
+
+
+def test_an_exception_after_a_forward_loses_nothing() -> None:
+    seen: list[Any] = []
+
+    def now_and_then(batch: Any) -> None:
+        seen.append(batch)
+        if len(seen) % 2:
+            raise ArithmeticError("now and then")
+
+    engine, requests, finished = Engine(model(), on_step=now_and_then), workload(3), {}
     for request in requests:
         engine.add(request)
     while engine.live:
@@ -463,6 +482,27 @@ def test_a_response_says_how_it_came_about() -> None:
     assert response["text"] == ByteTokenizer().decode(response["output_ids"])
 
 
+def test_the_times_of_a_request_are_when_it_began_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100, 200))
+    wall = SimpleNamespace(time=lambda: 5000.0, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr("graftlab.engine.engine.time", wall)
+    engine = Engine(model())
+    engine.add(Request("a", (1, 2), 3))
+    (done,) = [each for _ in range(3) for each in engine.step()]
+    meta = done.response["meta_info"]
+    # It arrived at 100, began at 101 and had its first token at 102.
+    assert (meta["queue_seconds"], meta["first_token_seconds"]) == (1.0, 2.0)
+    assert (done.created, done.finished) == (5000.0, 5000.0 + meta["total_seconds"])
+
+
+def test_without_a_limit_every_token_may_be_drawn() -> None:
+    hot = {"temperature": 5.0, "max_new_tokens": 8}
+    free, limited, likeliest = Engine(model()).generate(
+        [Request("a", (1, 2), **hot), Request("b", (1, 2), top_k=61, **hot), Request("c", (1, 2), top_k=1, **hot)]
+    )
+    assert free["output_ids"] == limited["output_ids"] != likeliest["output_ids"] == decoded((1, 2), 8)
+
+
 def test_a_stop_token_ends_the_output() -> None:
     whole = decoded((1, 2, 3), 8)
     stop = whole[2]
@@ -542,6 +582,7 @@ def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
         engine.add(Request("a", (1,), 40))
     with pytest.raises(RequestError, match="21 tokens would be in the cache, which has room for 20"):
         engine.add(Request("a", (1, 2), 20))
+    Engine(model(), max_context=40).check(Request("a", (1,), 39))
     engine.add(Request("a", (1,), 20))
     with pytest.raises(RequestError, match="the id 'a' is not over yet"):
         engine.add(Request("a", (1,)))
@@ -562,6 +603,7 @@ def test_a_workload_with_a_request_that_is_refused_leaves_nothing_behind() -> No
     ("limits", "reason"),
     [
         ({"max_requests": 0}, "max_requests must be an int of at least 1"),
+        ({"max_tokens": True}, "max_tokens must be an int of at least 1, got True"),
         ({"max_prefill_tokens": 1.5}, "max_prefill_tokens must be an int"),
         ({"max_context": 65}, "max_context=65 exceeds the model's max_positions=64"),
     ],

@@ -285,3 +285,34 @@ def test_a_batch_or_cache_without_what_the_model_reads_is_refused() -> None:
         EncoderAttention(engine.cache, 1).prepare_metadata(
             dataclasses.replace(batch, input_ids=torch.tensor([1, 2]), encoder_lens=one)
         )
+
+
+def test_padding_and_requests_without_a_source_attend_to_nothing_and_others_to_their_own() -> None:
+    cache = Engine(model("encoder"), max_requests=3).cache
+    assert Engine(model("plain")).cache.encoder_keys is None
+    assert cache.encoder_keys is not None
+    cache.encoder_keys.fill_(torch.nan)
+    states = torch.randn(2, 5, *cache.encoder_keys.shape[3:], dtype=torch.float64)
+    for row in (1, 2):
+        cache.write_encoder(row, states, row * states)
+    attention, one = EncoderAttention(cache, 6), torch.tensor([1])
+    plain = ForwardBatch("decode", one, one - 1, one, one - 1, one, one)
+
+    def attend(rows: list[int], lens: list[int], tokens: int) -> Tensor:
+        batch = dataclasses.replace(
+            plain,
+            input_ids=torch.ones(tokens, dtype=torch.int64),
+            req_pool_indices=torch.tensor(rows),
+            seq_lens_cpu=torch.ones(len(rows), dtype=torch.int64),
+            encoder_lens=torch.tensor(lens),
+        )
+        attention.prepare_metadata(batch)
+        return attention.attend(0, torch.ones(tokens, 1, CONFIG.num_heads, CONFIG.head_dim, dtype=torch.float64))
+
+    full = attend([1, 2, 1, 2], [5, 5, 1, 0], 4)
+    torch.testing.assert_close(full[1], 2 * full[0])
+    assert full[2].abs().sum() > 0
+    assert full[3].abs().sum() == 0
+    # Fewer requests than before, then fewer tokens than requests.
+    assert attend([2], [5], 4)[1:].abs().sum() == 0
+    torch.testing.assert_close(attend([2, 1], [5, 5], 1), full[1:2])

@@ -50,6 +50,17 @@ def test_a_tensor_published_after_all_receivers_ended_the_step_is_unmatched(worl
     assert world.baseline.bytes_in_use() == 0
 
 
+def test_a_tensor_that_was_received_in_an_unfinished_step_is_not_unmatched(world: World) -> None:
+    world.baseline.publish(key("taken"), 1.0, memo="taken")
+    world.baseline.publish(key("left"), 1.0, memo="left")
+    world.target.take(key("taken"))
+    # Its code may raise before the end of the step.
+    world.target.exchange.end_run()
+    world.deliver()
+    world.baseline.exchange.end_step(0)
+    assert world.baseline.exchange.take_unmatched() == ["left"]
+
+
 def test_a_tensor_without_a_receiver_in_the_run_is_unmatched_at_once(a_world: MakeWorld) -> None:
     with a_world(2, 1) as world:
         world.begin(participants=(0, 1))

@@ -25,8 +25,19 @@ from graftlab.base.world import MAX_RANKS, Place
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.contract import Receipt
-from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, StepEndFrame
+from graftlab.exchange.frames import (
+    ChunkFrame,
+    ChunkReplyFrame,
+    DeclineFrame,
+    DeviceLocation,
+    PublishFrame,
+    StepEndFrame,
+    YieldFrame,
+    YieldQueryFrame,
+    decode,
+)
 from graftlab.exchange.peers import Peer, Peers, RemoteStatusPage
+from graftlab.exchange.receiver import Receiver
 from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
 from graftlab.exchange.tcp import FrameWithPayload
 from graftlab.exchange.waiter_threads import WaiterThreads, _Waiter
@@ -318,6 +329,46 @@ def test_a_rank_is_known_to_wait_until_it_is_gone_or_may_have_what_it_waits_for(
     assert [len(each.channel.sent) for each in (first, second, third, last)] == [0, 0, 1, 1]  # type: ignore[attr-defined]
     third.received = 5
     assert Peers.received_counts(peers) == [0, 0, 5, 0]
+
+
+def test_ranks_that_wait_for_each_other_ask_and_answer_only_if_no_thread_may_end_it() -> None:
+    waits, key = RankStatus("waiting", awaits=(0,)), TapKey(4, "h", (), "original", 0)
+    peers, (first, second, elsewhere) = peers_of(a=waits, b=waits, c=RankStatus("waiting", awaits=(2,)))
+    peers.waiters = SimpleNamespace(several=False)
+    nothing: Any = None
+    receiver = Receiver(peers, 1 << 20, nothing, nothing)
+
+    def sent() -> list[list[Any]]:
+        found = [[decode(frame) for frame in each.channel.sent] for each in (first, second, elsewhere)]  # type: ignore[attr-defined]
+        for each in (first, second, elsewhere):
+            each.channel.sent.clear()  # type: ignore[attr-defined]
+        return found
+
+    receiver._query_mutual_waits(7, key)
+    assert sent() == [[YieldQueryFrame(7, False)], [YieldQueryFrame(7, False)], []]
+    receiver.on_decline(first, DeclineFrame(key))
+    receiver._query_mutual_waits(8, key)
+    assert sent() == [[], [YieldQueryFrame(8, True)], []]
+    # Another thread may be about to reach what the other rank waits for.
+    peers.waiters.several = True
+    receiver._query_mutual_waits(9, key)
+    for is_several, awaited in ((True, [key]), (False, []), (False, [key, key]), (False, [key])):
+        peers.waiters.several = is_several
+        receiver._awaited = dict(enumerate(awaited))
+        for each in (first, second):
+            receiver.on_yield_query(each, YieldQueryFrame(3, False))
+    # The first has sent what this rank waits for.
+    assert sent() == [[], [YieldFrame(3)], []]
+
+
+@pytest.mark.parametrize(("failure", "said"), [(None, None), ("no file '/\udcff'", "no file '/?'")])
+def test_the_error_of_a_gpu_is_sent_whatever_text_it_quotes(failure: str | None, said: str | None) -> None:
+    peers, (peer,) = peers_of(a=RankStatus())
+    nothing: Any = None
+    receiver = Receiver(peers, 1 << 20, nothing, nothing)
+    receiver._reader.open = lambda *_: failure  # type: ignore[method-assign]
+    receiver.on_chunk(peer, ChunkFrame(0, b""))
+    assert [decode(frame) for frame in peer.channel.sent] == [ChunkReplyFrame(said)]  # type: ignore[attr-defined]
 
 
 def test_all_ranks_are_gone_once_each_was_lost_or_hung_up() -> None:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from IPython.core.completer import CompletionContext
 from IPython.core.error import UsageError
+from matplotlib import pyplot
 
 from graftlab.base.world import Place
 from graftlab.control.verdicts import Verdict
@@ -263,6 +264,67 @@ def test_without_an_open_session_the_way_to_one_and_to_the_rows_is_named(noteboo
         notebook.run("status")
 
 
+@pytest.mark.parametrize("own", ["none", "closed", "open"])
+def test_commands_apply_to_the_variable_session_unless_an_own_one_is_open(
+    own: str, notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "Session", FakeSession)
+    started, variable = notebook.session, FakeSession([], {})
+    notebook.names["session"] = variable
+    started.closed = own == "closed"
+    if own == "none":
+        notebook.magics.session = None
+    assert notebook.magics.open_session() is (started if own == "open" else variable)
+    variable.closed = started.closed = True
+    assert notebook.magics.open_session() is None
+
+
+def test_lines_take_the_newest_expression_that_both_sides_evaluated(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "state_of", lambda run: run)
+    notebook.session._internals.default_callees = {}
+    codes = [("f(0)", "f(0)"), ("f(1)", "f(1)"), ("f(2)", "g(2)"), ("# f", "# f"), (None, None)]
+    notebook.session.runs = [SimpleNamespace(code={"baseline": one, "target": other}) for one, other in codes]
+    notebook.run("lines h.0")
+    # Jobs run what they run.
+    notebook.session.ranks[0].takes_work = False
+    notebook.run("lines h.0")
+    assert [args for _, args, _ in notebook.calls] == [("h.0", "f(1)", "f(1)"), ("h.0", None, None)]
+
+
+@pytest.mark.parametrize(("rows", "shown"), [(0, []), (1, ["figure"])])
+def test_a_comparison_is_drawn_if_taps_were_compared(
+    rows: int, shown: list[str], notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = SimpleNamespace(frame=pd.DataFrame(index=range(rows)), plot=lambda: "figure")
+    monkeypatch.setattr(magics, "compare_expression", lambda *_: compared)
+    drawn: list[Any] = []
+    monkeypatch.setattr(magics, "display", drawn.append)
+    notebook.session._internals.default_callees = {}
+    assert notebook.run("compare -o c f(x)") is notebook.names["c"] is compared
+    assert drawn == shown
+
+
+@pytest.mark.parametrize(("line", "runs"), [("frame -o f", [2]), ("frame --all -o f", [1, 2, 3])])
+def test_the_frame_has_the_newest_run_that_no_verdict_made_or_all(
+    line: str, runs: list[int], notebook: Notebook
+) -> None:
+    notebook.session.frame = pd.DataFrame({"run": [1, 2, 3]})
+    notebook.session._internals.set_aside = {3}
+    assert notebook.run(line)["run"].tolist() == runs
+    assert notebook.names["f"]["run"].tolist() == runs
+
+
+@pytest.mark.parametrize(("allowed", "answers"), [(True, True), (False, False), (None, False)])
+def test_a_debugger_prompts_only_in_a_notebook_that_can_answer(
+    allowed: bool | None, answers: bool, notebook: Notebook
+) -> None:
+    given = {} if allowed is None else {"_allow_stdin": allowed}
+    notebook.magics.shell.kernel = SimpleNamespace(**given)  # type: ignore[union-attr]
+    assert notebook.magics._has_stdin() is answers
+
+
 # ---- starting and ending ---------------------------------------------------------------------------------------------
 
 
@@ -354,6 +416,19 @@ def test_a_cell_runs_where_it_says_and_its_values_are_shown_by_rank(
     assert [args for _, args, _ in notebook.calls] == [("x = 1", "both"), ("x = 1", "target[1]")]
     assert shown == [1, 3, 1, 3]
     assert capsys.readouterr().out == "baseline[0]:\ntarget[1]:\n" * 2
+
+
+def test_a_figure_that_a_cell_returns_is_not_shown_a_second_time(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "display", lambda value: None)
+    kept, returned = pyplot.figure(), pyplot.figure()
+    notebook.answers["execute"] = SimpleNamespace(
+        baseline=[returned], target=[None, 3], participants=notebook.session.ranks
+    )
+    notebook.run("both", "plt.gcf()")
+    assert pyplot.get_fignums() == [kept.number]
+    pyplot.close("all")
 
 
 def test_a_cell_may_be_a_transform_for_all_or_for_some_taps(notebook: Notebook) -> None:

@@ -26,6 +26,7 @@ LARGE = {
     "tensor": torch.zeros(MIB),
     "array": np.zeros(MIB),
     "frame": pd.DataFrame({"x": np.zeros(MIB)}),
+    "series": pd.Series(np.zeros(MIB)),
     "text": "x" * 2 * MIB,
     "model": torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700)),
     "numbers": list(range(MIB)),

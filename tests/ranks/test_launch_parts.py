@@ -293,3 +293,15 @@ def test_a_released_rank_leaves_no_socket_and_no_file_of_torchs(tmp_path: Path) 
         assert first.death_pipe.recv(1) == b""
         assert first.rank.status().step == 7
         assert other.rank.alive
+
+
+def test_the_end_of_a_ranks_log_is_read_or_why_it_cannot_be_is_given(tmp_path: Path) -> None:
+    with talking_ranks(tmp_path) as (first, _):
+        first.rank.log = tmp_path / "log"
+        assert first.rank.log_tail().startswith("(nothing: the process had not opened its log yet")
+        first.rank.log.write_bytes(b"one\ntwo\n\xff\n")
+        assert first.rank.log_tail(2) == "two\n\N{REPLACEMENT CHARACTER}"
+        first.rank.log.write_text("")
+        assert first.rank.log_tail() == "(nothing)"
+        first.rank.log = tmp_path
+        assert first.rank.log_tail().startswith("(no log: ")

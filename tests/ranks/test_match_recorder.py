@@ -119,6 +119,14 @@ def test_later_steps_are_left_alone_and_reported_once(grafter: StandInGrafter) -
     assert found.notes == ["taps after the first gl.step() are not matched"]
 
 
+def test_taps_that_checkpointing_runs_again_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = iter(["", "recompute", "recompute"])
+    monkeypatch.setattr(match_recorder, "recompute_status", lambda: next(statuses))
+    found = record(taps)
+    assert values(found) == {"x": X.tolist()}
+    assert found.notes == ["taps that activation checkpointing runs again are not matched"]
+
+
 def test_layouts_are_recorded_and_one_that_cannot_be_is_a_note() -> None:
     def code() -> None:
         gl.tap("whole", X)
@@ -158,6 +166,17 @@ def test_a_matched_pairs_tensor_overwrites_the_tap_after_it_is_recorded() -> Non
     # It stays in force until it is forgotten.
     assert torch.equal(shown_with({})[0], Y)
     assert torch.equal(shown_with({}, forget=["x", "unknown"])[0], X)
+
+
+def test_a_tensor_that_a_tap_makes_itself_is_overwritten_and_its_function_returned() -> None:
+    made, got = X.clone(), list[Any]()
+
+    def make() -> torch.Tensor:
+        return made
+
+    found = record(lambda: got.append(gl.tap("x", make)), grafts={"x": [MatchGraft(parse_layout("same"), "target", Y)]})
+    assert (values(found), made.tolist()) == ({"x": X.tolist()}, Y.tolist())
+    assert got == [make]
 
 
 def test_a_new_match_drops_what_a_stopped_one_left_in_force() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from types import ModuleType
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,3 +61,21 @@ def test_a_cell_has_the_value_of_its_last_expression_and_its_own_language() -> N
     assert space.run(Execute("def g(x: int): ...\ng.__annotations__", "<cell 4>")) == {"x": int}
     assert space.run(Evaluate("  f(y) + 1\n", "<cell 5>")) == 5
     assert space.variables["y"] == 4
+
+
+@pytest.mark.parametrize("work", [Execute("1 / 0", "<cell 6>"), Evaluate("1 / 0", "<cell 7>")])
+def test_a_traceback_shows_the_line_of_a_cell_or_an_expression(work: Execute | Evaluate) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        Namespace(ModuleType("cells")).run(work)
+    assert f'File "{work.filename}", line 1' in failure_of(raised.value).traceback
+    assert "    1 / 0\n" in failure_of(raised.value).traceback
+
+
+def test_a_figure_that_is_a_cells_value_is_left_out_of_those_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out: list[object] = []
+    backend = SimpleNamespace(show_all_but=left_out.append)
+    monkeypatch.setitem(sys.modules, "graftlab.ranks.matplotlib_backend", backend)
+    space = Namespace(ModuleType("cells"))
+    figure = space.run(Execute("from matplotlib.figure import Figure\nFigure()", "<cell 8>"))
+    space.run(Execute("3", "<cell 9>"))
+    assert left_out == [figure, None]

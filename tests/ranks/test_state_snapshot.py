@@ -56,6 +56,56 @@ def test_containers_have_their_items_in_their_order_again() -> None:
     assert replaced["k"] is first
 
 
+@pytest.mark.parametrize("shape", [(3,), (2,), (1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("how", ["resized", "other data"])
+def test_a_tensor_has_its_shape_and_dtype_again(how: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(2)
+    view = tensor[1:]
+    snapshot = StateSnapshot([[tensor]])
+    for _ in range(2):
+        if how == "resized":
+            tensor.resize_(shape).zero_()
+        else:
+            tensor.data = torch.zeros(shape, dtype=dtype)
+        snapshot.restore()
+        assert (tensor.dtype, tensor.tolist()) == (torch.float32, [1.0, 1.0])
+    assert view.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("read", [torch.conj, lambda x: x.conj().imag, lambda x: x.real.T])
+def test_a_tensor_that_is_conjugated_as_it_is_read_is_brought_back(read: Callable[[Any], Any]) -> None:
+    tensor = read(torch.full((2, 2), 1 + 2j))
+    before = tensor.tolist()
+    snapshot = StateSnapshot([[tensor]])
+    write(tensor)
+    found, _ = snapshot.written({"x": tensor}, 1 << 20)
+    assert found["x"].tolist() == tensor.tolist() != before
+    snapshot.restore()
+    assert tensor.tolist() == before
+    assert snapshot.written({"x": tensor}, 1 << 20) == ({}, [])
+
+
+def test_attributes_that_were_added_since_are_gone_again() -> None:
+    model, held = nn.Linear(1, 1), SimpleNamespace(x=1)
+    snapshot = StateSnapshot([model, held])
+    model.cache = held.y = torch.zeros(1)
+    del held.x
+    snapshot.restore()
+    assert not hasattr(model, "cache")
+    assert vars(held) == {"x": 1}
+
+
+@pytest.mark.parametrize("expand", [lambda x: x.expand(3, 2), lambda x: x.unfold(0, 1, 1).expand(2, 4)])
+def test_an_expanded_tensor_is_brought_back_with_what_it_shows(expand: Callable[[Any], Any]) -> None:
+    base = torch.zeros(2)
+    shown = expand(base)
+    snapshot = StateSnapshot([shown, base])
+    base += 1
+    snapshot.restore()
+    assert (base.tolist(), shown.tolist()) == ([0.0, 0.0], torch.zeros_like(shown).tolist())
+
+
 def test_an_object_is_looked_at_once_even_if_it_holds_itself() -> None:
     held: list[Any] = [torch.zeros(1)]
     held.append(held)
@@ -149,6 +199,10 @@ def test_new_and_resized_tensors_are_written_whole_and_are_copies() -> None:
     assert {path: each.tolist() for path, each in found.items()} == {"cache['k']": [1.0] * 3, "cache['v'][0]": [1.0]}
     write(cache["v"][0])
     assert found["cache['v'][0]"].tolist() == [1.0]
+    kept = torch.tensor([2.0, 3.0])
+    snapshot = StateSnapshot([kept])
+    kept.data = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    assert snapshot.written({"x": kept}, 1 << 20)[0]["x"].tolist() == [2.0, 4.0]
 
 
 def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
@@ -159,6 +213,22 @@ def test_paths_of_buffers_and_attributes_are_those_of_the_model() -> None:
     write(model.last)
     written, _ = snapshot.written({"": model}, 1 << 20)
     assert sorted(written) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "last"]
+
+
+@pytest.mark.parametrize(("kind", "place"), [(dict, "['k']"), (list, "[0]")])
+def test_what_was_written_to_a_cache_that_is_a_container_includes_its_attributes(kind: type, place: str) -> None:
+    class Cache(kind):  # type: ignore[misc]
+        """As some caches are: a container of keys and values, with their number beside them."""
+
+    held, length = torch.zeros(1), torch.zeros(1)
+    cache = Cache({"k": held} if kind is dict else [held])
+    cache.length = length
+    snapshot = StateSnapshot([cache])
+    write(held)
+    write(length)
+    assert sorted(snapshot.written({"c": cache}, 1 << 20)[0]) == sorted([f"c{place}", "c.length"])
+    snapshot.restore()
+    assert (held.tolist(), length.tolist()) == ([0.0], [0.0])
 
 
 @pytest.mark.parametrize("hold", [lambda x: [x], lambda x: {"k": x}, lambda x: SimpleNamespace(x=x)])

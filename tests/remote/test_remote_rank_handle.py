@@ -176,6 +176,20 @@ def test_how_a_rank_ended_is_what_its_supervisor_reports(rank: RemoteRankHandle,
     assert rank.how_it_ended() == "killed by SIGKILL"
 
 
+def test_a_rank_that_the_session_ended_says_why(rank: RemoteRankHandle, process: Running) -> None:
+    join(rank)
+    rank.end("was stuck")
+    process.ended = RankEnd(-9, b"")
+    assert (process.signals, rank.absence()) == ([9], "gone: was stuck")
+
+
+def test_the_output_of_a_rank_that_has_not_joined_is_waited_for(rank: RemoteRankHandle, process: Running) -> None:
+    rank.alive = False
+    for _ in range(2):
+        rank.log_tail()
+    assert process.limits == [10.0, 10.0]
+
+
 def test_a_rank_whose_supervisor_is_gone_has_its_words(rank: RemoteRankHandle, process: Running) -> None:
     join(rank)
     process.ended = "ended with its Ray actor: it died"
@@ -214,9 +228,10 @@ def test_a_supervisor_reports_the_end_with_what_the_process_wrote_last(monkeypat
         made._reader = SimpleNamespace(join=lambda limit: made._tail.extend(b"ValueError: shapes"))
 
     monkeypatch.setattr(supervisor, "_start", start)
-    monkeypatch.setattr(rank_supervisor, "end_programs_of", lambda pid: None)
+    ended: list[int] = []
+    monkeypatch.setattr(rank_supervisor, "end_programs_of", ended.append)
     assert supervisor.run(b"spec") == RankEnd(3, b"ValueError: shapes")
-    assert closed == [b"spec"]
+    assert (ended, closed) == ([7], [b"spec"])
 
 
 def test_a_supervisor_keeps_the_last_mib_of_the_output() -> None:

@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlab.errors import RequestError
-from graftlab.requests.identity import bootstrap_rooms_tensor, request_ids_tensor
+from graftlab.requests.identity import (
+    REQUEST_IDS_VARIABLE,
+    bootstrap_rooms_tensor,
+    is_switched_on,
+    request_ids_tensor,
+)
 from graftlab.requests.request_id import request_id_to_int
 
 VECTORS = {"": -5426141060434712860, "req-0": -8966579018032821426, "请求-1": 188416781982650042}
@@ -35,6 +40,12 @@ def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None
         environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
         assert [int(number) for number in done.stdout.split()] == list(VECTORS.values())
+
+
+@pytest.mark.parametrize(("text", "on"), [(" True\n", True), ("YES", True), ("Off", False), ("0", False), ("", False)])
+def test_the_environment_switches_ids_on_in_several_words(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUEST_IDS_VARIABLE, text)
+    assert is_switched_on() is on
 
 
 def test_ids_are_given_once_under_either_name() -> None:

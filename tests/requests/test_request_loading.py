@@ -687,6 +687,7 @@ def loaded(tmp_path: Path, *records: Any) -> list[RecordedRequest]:
         ((REQUEST, RESPONSE, 12.5, 13.0), (REQUEST, RESPONSE, 12.5, 13.0)),
         ((REQUEST, None, 12.5, None), (REQUEST, None, 12.5, None)),
         ((REQUEST, "text", 12.5, 13), (REQUEST, "text", 12.5, 13)),
+        ((REQUEST, True, 12.5, 13), (REQUEST, True, 12.5, 13)),
         ((REQUEST, [RESPONSE], 12.5, 13), (REQUEST, [RESPONSE], 12.5, 13)),
         ((REQUEST, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
         (({**REQUEST, "rid": "r1"}, 12.5, RESPONSE, "r1"), ({**REQUEST, "rid": "r1"}, RESPONSE, 12.5, None)),
