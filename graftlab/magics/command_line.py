@@ -245,7 +245,9 @@ def _commands() -> dict[str, Command]:
     command("down", "End the ranks; rows and logs stay on disk.")
 
     log = command("log", "Show the end of a rank's log.")
-    log.add_argument("rank", nargs="?", metavar="RANK", default="both", help="baseline, target, both (default), or such as target[1]")
+    log.add_argument(
+        "rank", nargs="?", metavar="RANK", default="both", help="baseline, target, both (default), or such as target[1]"
+    )
     log.add_argument("-n", "--lines", type=positive, metavar="N", default=50, help="number of lines (default 50)")
 
     expression(
@@ -338,7 +340,9 @@ def _commands() -> dict[str, Command]:
         "  %graft transform unfuse --where name == 'qkv'",
         raw="where",
     )
-    transform.add_argument("name", metavar="NAME", help="function or dotted path; `default` restores the default transform")
+    transform.add_argument(
+        "name", metavar="NAME", help="function or dotted path; `default` restores the default transform"
+    )
     transform.add_argument("--where", metavar="EXPR", help="filter of the taps to transform")
 
     rename = command(
