@@ -112,20 +112,21 @@ def _pairs_of_states(
 ) -> list[PairRule]:
     """The pairs of the optimizers' states of weights that are paired under other names, without those already there.
 
-    A state in its weight's shape has its layout; of others, such as a number of steps, whole ones alone are paired.
+    A state in its weight's shape has its layout. Another, such as a number of steps, has one partner of equal shape,
+    also where its weight is a part of the other side's.
     """
     found = []
-    known = {(rule.baseline, rule.target) for rule in pairs}
+    known = {name for rule in pairs for name in (rule.baseline, rule.target)}
     for rule in pairs:
         ours, theirs = baseline.states.get(rule.baseline, {}), target.states.get(rule.target, {})
         for key in (key for key in ours if key in theirs):
             names = f"{rule.baseline}.{key}", f"{rule.target}.{key}"
             like_weight = _is_like_weight(baseline, rule.baseline, key) and _is_like_weight(target, rule.target, key)
-            if names in known or not (like_weight or (ours[key] == theirs[key] and not rule.is_part)):
+            if known >= {*names} or not (like_weight or (ours[key] == theirs[key] and known.isdisjoint(names))):
                 continue
-            found.append(
-                replace(rule, baseline=names[0], target=names[1], layout=rule.layout if like_weight else "same")
-            )
+            known |= {*names}
+            layout = rule.layout if like_weight else "same"
+            found.append(replace(rule, baseline=names[0], target=names[1], layout=layout))
     return found
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from graftlab.base.tags import PLACE_TAGS, plain
+from graftlab.base.text import numbered
 from graftlab.control.pickles import open_value, require_trusted
 from graftlab.control.queries import AskRank
 from graftlab.errors import SessionError
@@ -111,6 +112,9 @@ class PairsOnRanks:
         if steps:
             counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
             raise SessionError(f"no pair of tensors is kept for {wanted}; this tap has pairs of {counted}")
+        if rank is not None and (ranks := {each["rank"] for each in every if _fits(each, name, tags)}):
+            has = f"this tap has pairs of {numbered('rank', ranks)}"
+            raise SessionError(f"no pair of tensors is kept for {wanted} on rank {rank}; {has}")
         more = f" and {len(kept) - _NAMED} others" if len(kept) > _NAMED else ""
         held = f"; kept are {[*kept][:_NAMED]}{more}" if kept else ", nor for any other tap"
         raise SessionError(f"no pair of tensors is kept for {wanted}{held}. {self._advise(name, tags)}")

@@ -87,7 +87,7 @@ class Runs:
         for rank in (self._ranks[world_rank] for world_rank in sorted(works)):
             if not rank.alive:
                 # The log of a rank that the session itself ended says nothing about it.
-                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail()}"
+                end = "" if rank.was_ended else f" Its log ({rank.log}) ends:\n{rank.log_tail(with_grafts=False)}"
                 raise SessionClosedError(
                     f"{rank.label} is gone ({rank.how_it_ended()}) and cannot run anything; session.restart(), or "
                     f"%graft restart, brings the same ranks and plan back.{end}"
@@ -222,7 +222,8 @@ class Runs:
                     tap = rank.status().tap
                     where = f"last seen at tap {tap!r}" if tap else "before its first tap"
                     how = f"{rank.how_it_ended()} (pid {rank.pid}, {where})"
-                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{rank.log_tail(_LAST_LINES)}")
+                    end = rank.log_tail(_LAST_LINES, with_grafts=False)
+                    run.note_death(rank, f"{how}. Its log ({rank.log}) ends:\n{end}")
                     self._stop_other_ranks(run)
 
     def _stop_other_ranks(self, run: RunState) -> None:

@@ -143,6 +143,9 @@ class SessionPlots:
     def heatmap(self, name: str, *, dims: Sequence[int] | None = None, **tags: Any) -> Figure:
         """``|baseline - target|`` of a kept pair; see :meth:`Session.tensors` for the tags.
 
+        ``dims`` are the one or two dimensions that are drawn, by default the last two; of the others, each cell has the
+        largest difference. Raises :class:`SessionError` where no such pair is kept, or the tensor lacks a dimension.
+
         >>> figure = session.plot.heatmap("hidden", layer=3)
         """
         chosen, title = self._newest_pair(name, tags)

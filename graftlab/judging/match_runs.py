@@ -19,11 +19,12 @@ from graftlab.control.pickles import open_value
 from graftlab.control.work import arguments, pack_callees, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.judging.job_steps import JobSteps
+from graftlab.judging.match_shards import with_shards
 from graftlab.layouts import RankLayout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
-from graftlab.matching.rounds import ROUNDS, match_in_rounds, match_once
+from graftlab.matching.rounds import INTERRUPTED, ROUNDS, match_in_rounds, match_once
 from graftlab.plan.pairs import PairRule, TapCallName
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
@@ -94,6 +95,8 @@ class _Match:
         self._moved = 0
         self._order: dict[Side, tuple[str, ...]] = {}
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
+        # What each rank of a side recorded of the taps of which the ranks have different tensors, in the newest run.
+        self._parts: dict[Side, dict[str, Sequence[RecordedTap]]] = {"baseline": {}, "target": {}}
 
     def __enter__(self) -> Self:
         return self
@@ -129,8 +132,13 @@ class _Match:
             found = match_once(*self._record(()), **fetch)
         else:
             found = match_in_rounds(self._record, rounds, varies=self.varies, **fetch)
+        shards = self._parts["target"]
+        last: list[RecordedTap] | None = None
+        if shards and rounds and len(self._session.select("baseline")) == 1 and INTERRUPTED not in found.notices:
+            # In the run before, taps before these may have had no graft yet.
+            last, _ = self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
         problems = (*found.problems, *self._notes)
-        return replace(
+        found = replace(
             found,
             problems=problems,
             moved=self._moved,
@@ -138,6 +146,7 @@ class _Match:
             unmatched_target={**found.unmatched_target, **self._skipped["target"]},
             order=self._order,
         )
+        return found if last is None else with_shards(found, last, shards)
 
     def _in_order(
         self, baseline: list[RecordedTap], target: list[RecordedTap]
@@ -155,8 +164,9 @@ class _Match:
             self._moved += sum(tap.value.nbytes for tap in records.taps if tap.value is not None)
             for note in records.notes:
                 self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
-        skipped = self._skipped[side]
+        skipped, parts = self._skipped[side], self._parts[side]
         skipped.clear()
+        parts.clear()
         layouts = {name: layout for records in reversed(ranks) for name, layout in records.layouts.items()}
         for records in reversed(ranks):
             skipped.update(records.skipped)
@@ -169,6 +179,8 @@ class _Match:
             joined = self._joined(tap, held, layouts.get(tap.name), len(ranks))
             if isinstance(joined, str):
                 skipped[tap.name] = joined
+                if tap.name not in layouts and len(held) == len(ranks):
+                    parts[tap.name] = held
             else:
                 taps.append(joined)
         return taps

@@ -31,7 +31,8 @@ def unseen_taps(
         n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured
     ]
     if lost:
-        remarks.append(f"{', '.join(lost[:4])} were measured without grafts, but not with them.")
+        were = "was" if len(lost) == 1 else "were"
+        remarks.append(f"{', '.join(lost[:4])} {were} measured without grafts, but not with them.")
     skipped = list(dict.fromkeys(name for each in selves for name in each.skipped))
     if skipped:
         verb = "shows" if len(skipped) == 1 else "show"

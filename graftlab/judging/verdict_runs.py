@@ -188,7 +188,7 @@ class VerdictRuns:
             self._stop_ranks()
         restore_plan(self.session)
         if is_stopped:
-            when = f"in run {self.count}" if self.count else "before its first run"
+            when = f"in its run {self.count}" if self.count else "before its first run"
             raise WaitInterrupted(f"the verdict was stopped {when}; {self.since_stopped}") from None
 
     def _stop_ranks(self) -> None:

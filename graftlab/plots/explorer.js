@@ -344,7 +344,12 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
 
   // The colours, and hollow points for zeros.
   function legend(s, colours) {
-    const entries = [...new Set(state.status)].map((each) => ["●", colours[each] ?? "#888", each]);
+    const named = new Map(); // by colour, since labels that add nothing at a tap have one
+    for (const each of new Set(state.status)) {
+      const colour = colours[each] ?? "#888";
+      named.set(colour, [...(named.get(colour) ?? []), each]);
+    }
+    const entries = [...named].map(([colour, labels]) => ["●", colour, labels.join(", ")]);
     if (state.before) entries.push(["○", colours.compared, "error without grafts"], ["╌", "currentColor", `${state.limit} x the floor`]);
     else if (state.value.some((v, i) => v === 0 && place(i, s) === s.exact)) entries.push(["○", colours.compared, "equal"]);
     if (state.nonfinite.some((n) => n > 0)) entries.push(["◯", COLOURS.failed, "not finite on one side"]);

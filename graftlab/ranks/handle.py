@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import re
 import socket
 from pathlib import Path
 
@@ -12,6 +14,25 @@ from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.status_page import RankStatus, StatusPage
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import LinkReport, StatusUpdate
+
+# The bytes at the end of a log that are read for its last lines: a log grows with each graft.
+_END = 1 << 20
+_OF_A_GRAFT = re.compile(r"\S+ \S+ INFO graftlab\.grafting\.receive_pipeline: ")
+
+
+def _end_of(path: Path, size: int) -> str:
+    """The last ``size`` bytes of a file of text, from the first whole line."""
+    with path.open("rb") as file:
+        left_out = max(0, file.seek(0, os.SEEK_END) - size)
+        file.seek(left_out)
+        text = file.read().decode(errors="replace")
+    return text.partition("\n")[2] if left_out else text
+
+
+def last_lines(text: str, lines: int, with_grafts: bool = True) -> str:
+    """The last lines of a rank's log, or of those that no graft wrote."""
+    chosen = [line for line in text.splitlines() if with_grafts or not _OF_A_GRAFT.match(line)]
+    return "\n".join(chosen[-lines:])
 
 
 class RankHandle:
@@ -96,15 +117,15 @@ class RankHandle:
         self._last_status = self.status()
         self._map.close()
 
-    def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of the rank's log."""
+    def log_tail(self, lines: int = 30, *, with_grafts: bool = True) -> str:
+        """Return the last lines of the rank's log, which may also leave out the line that each graft writes."""
         try:
-            text = self.log.read_text(encoding="utf-8", errors="replace")
+            end = _end_of(self.log, max(_END, lines << 10))
         except FileNotFoundError:
             return "(nothing: the process had not opened its log yet; see the notebook's own output)"
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(text.splitlines()[-lines:]) or "(nothing)"
+        return last_lines(end, lines, with_grafts) or "(nothing)"
 
     # ---- depends on how the rank was started --------------------------------------------------------------------
 

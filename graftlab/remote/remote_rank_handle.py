@@ -10,6 +10,7 @@ from pathlib import Path
 
 from graftlab.base.world import Place
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.ranks.handle import last_lines
 from graftlab.ranks.rank_process import describe_exit
 from graftlab.remote.hosts import RemoteProcess
 
@@ -110,14 +111,14 @@ class RemoteRankHandle(AttachedRankHandle):
 
     # ---- its log ------------------------------------------------------------------------------------------------
 
-    def log_tail(self, lines: int = 30) -> str:
+    def log_tail(self, lines: int = 30, *, with_grafts: bool = True) -> str:
         if self._look(0.0) is None:
             # A vanished machine does not answer, and meanwhile the session's other ranks would not be read.
             limit = self._patience.remaining() if self.has_joined and not self.alive else _LOG_LIMIT
             if limit and (tail := self.process.log_tail(limit)):
                 self._keep_log(tail)
         text = self._tail.decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:]) or "(nothing, or its machine cannot be reached)"
+        return last_lines(text, lines, with_grafts) or "(nothing, or its machine cannot be reached)"
 
     def _keep_log(self, tail: bytes) -> None:
         self._tail = tail

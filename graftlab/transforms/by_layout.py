@@ -314,11 +314,13 @@ def _inferred(
     given: GraftTransformInput, senders: _SenderTensors, into: Layout | None, out_of: Layout | None
 ) -> Outcome:
     """Cut the senders' whole by shapes, for a receiver on several ranks without a layout."""
-    theirs = senders.layout.layout
+    theirs, tensors = senders.layout.layout, senders.tensors
     if out_of is not None:
+        if not theirs.steps and len(tensors) == 1:
+            tensors = [_cut(given, tensors[0], out_of.local(given.target, 0, _lengths(given)))]
         theirs = _after(out_of, theirs)
     shape = senders.layout.shape if out_of is None else tuple(given.target.shape)
-    joined = join_parts([(theirs, senders.tensors)], shape, _lengths(given))
+    joined = join_parts([(theirs, tensors)], shape, _lengths(given))
     whole, known = joined.whole, joined.known
     if into is not None:
         whole = into.local(whole, 0, _lengths(given))
@@ -334,6 +336,12 @@ def _inferred(
     )
     text = f"{theirs if into is None else _after(theirs, into)} => {INFERRED}"
     return replace(found, known=known, layout=text, note=_note_on(joined.disagreements))
+
+
+def _cut(given: GraftTransformInput, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sender's whole tensor, by the shape of ``own``, a part of what the rank has."""
+    alone = replace(given, received_list=[whole], received_extras_list=[None], senders=[0], send_world_size=1)
+    return default_transform(replace(alone, target=own, pair=None)).value
 
 
 def _by_names(

@@ -704,22 +704,29 @@ def test_weights_and_states_that_differ_before_an_update_are_named_beyond_drift(
 
 
 def test_states_of_weights_with_other_names_are_paired_in_the_weights_layout() -> None:
-    wide, square = torch.ones(2, 3), torch.ones(3, 3)
     state: dict[str, tuple[int, ...]] = {"exp_avg": (2, 3), "step": (), "row": (2,), "own": (2, 3)}
-    ours = replace(description({"w": wide, "qkv": square}), states={"w": state, "qkv": {"exp_avg": (3, 3), "step": ()}})
-    theirs = replace(
-        description({"W": torch.ones(3, 2), "q": torch.ones(1, 3)}),
-        states={"W": {"exp_avg": (3, 2), "step": (), "row": (3,)}, "q": {"exp_avg": (1, 3), "step": ()}},
+    ours = replace(
+        description({"w": torch.ones(2, 3), "kv": torch.ones(2, 3)}),
+        states={"w": state, "kv": {"exp_avg": (2, 3), "step": ()}},
     )
-    turned, part = PairRule("w", "W", "a b -> b a"), PairRule("qkv", "q", "part(dim=0, index=0, of=[1, 1, 1])")
-    pairs = [PairRule("out", "OUT"), turned, part]
-    # Moments in factors have no layout, and a number of steps is no part of another.
-    assert _pairs_of_states(pairs, ours, theirs) == [
+    part: dict[str, tuple[int, ...]] = {"exp_avg": (1, 3), "step": ()}
+    theirs = replace(
+        description({"W": torch.ones(3, 2), "k": torch.ones(1, 3), "v": torch.ones(1, 3)}),
+        states={"W": {"exp_avg": (3, 2), "step": (), "row": (3,)}, "k": part, "v": part},
+    )
+    turned = PairRule("w", "W", "a b -> b a")
+    k, v = (PairRule("kv", name, f"part(dim=0, index={i}, of=[1, 1])") for i, name in enumerate("kv"))
+    pairs = [PairRule("out", "OUT"), turned, k, v]
+    found = _pairs_of_states(pairs, ours, theirs)
+    # Moments in factors have no known layout, and a number of steps has one partner.
+    assert found == [
         replace(turned, baseline="w.exp_avg", target="W.exp_avg"),
         PairRule("w.step", "W.step"),
-        replace(part, baseline="qkv.exp_avg", target="q.exp_avg"),
+        replace(k, baseline="kv.exp_avg", target="k.exp_avg"),
+        PairRule("kv.step", "k.step"),
+        replace(v, baseline="kv.exp_avg", target="v.exp_avg"),
     ]
-    assert _pairs_of_states([*pairs, *_pairs_of_states(pairs, ours, theirs)], ours, theirs) == []
+    assert _pairs_of_states([*pairs, *found], ours, theirs) == []
 
 
 def test_a_description_has_the_states_that_the_first_step_makes() -> None:

@@ -143,6 +143,7 @@ def test_what_is_kept_instead_of_a_missing_pair_is_listed() -> None:
         "no pair of tensors is kept for 'h', step=1, layer=1; this tap has pairs of 2 steps from 3 to 7"
     )
     assert said("h", None, {"step": 1, "layer": 2}).endswith("; this tap has pairs of step 5")
+    assert said("h", 5, {"layer": 1}).endswith("kept for 'h', layer=1 on rank 5; this tap has pairs of ranks 0-1")
     assert said("h", None, {"layer": 3}).endswith("kept for 'h', layer=3; kept are ['h']. Advice on h {'layer': 3}")
     kept.held["target[0]"] = [{"name": name, "step": 0, "rank": 0} for name in "abcdef"]
     kept.held["target[1]"] = []

@@ -59,7 +59,7 @@ class Rank:
     def how_it_ended(self) -> str:
         return "killed"
 
-    def log_tail(self, lines: int = 30) -> str:
+    def log_tail(self, lines: int = 30, *, with_grafts: bool = True) -> str:
         return f"the last {lines} lines"
 
     def end(self, why: str) -> None:

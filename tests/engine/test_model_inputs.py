@@ -287,7 +287,7 @@ def test_a_batch_or_cache_without_what_the_model_reads_is_refused() -> None:
         )
 
 
-def test_padding_and_requests_without_a_source_attend_to_nothing_and_others_to_their_own() -> None:
+def test_padding_and_requests_without_a_source_attend_to_nothing() -> None:
     cache = Engine(model("encoder"), max_requests=3).cache
     assert Engine(model("plain")).cache.encoder_keys is None
     assert cache.encoder_keys is not None

@@ -450,7 +450,7 @@ def test_a_pairs_layout_and_names_are_the_transforms_to_know(layout: str) -> Non
         assert (given.pair is None) == (layout == "same")
         assert given.whole == "received"
         assert given.tags.items() >= {"baseline_name": "b.x", "target_name": "t.x", "layer": 3}.items()
-        return given.target
+        return given.received_list[0]
 
     plan = GraftPlan(pairs=[("b.x", "t.x", layout)])
     (pairing,) = plan.pairings("target", "t.x", {"layer": 3})

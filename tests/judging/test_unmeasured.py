@@ -34,6 +34,7 @@ def test_taps_that_only_the_run_without_grafts_measured_are_named() -> None:
     said = unseen_taps(NONE, plain, grafted, [])
     assert said[-1] == "u, v, w, y were measured without grafts, but not with them."
     assert said[0] == "1 tap (y) could not be compared (the transform failed): too bad."
+    assert unseen_taps(NONE, frame_of(row("u")), NONE, [])[-1] == "u was measured without grafts, but not with them."
     assert unseen_taps(NONE, NONE, NONE, [SelfGraft()]) == []
 
 

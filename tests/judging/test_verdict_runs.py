@@ -144,7 +144,7 @@ def test_a_verdict_that_is_stopped_interrupts_its_run_and_says_what_is_left(call
     calls.session.interrupt.assert_not_called()
     calls.restored.assert_called_once_with(calls.session)
     calls.answer(side_effect=KeyboardInterrupt)
-    with pytest.raises(WaitInterrupted, match=r"in run 1; .* and the plan from before is in force again$"), calls.runs:
+    with pytest.raises(WaitInterrupted, match=r"in its run 1; .* plan from before is in force again$"), calls.runs:
         calls.runs.both("first", RunFilters())
     calls.session.interrupt.assert_called_once_with()
 

@@ -106,6 +106,8 @@ def test_the_figure_has_a_description_and_a_legend_of_its_colours(page: Page) ->
     key = page.locator(".key span")
     assert key.all_inner_texts() == ["● compared", "● grafted", "○ equal", "◯ not finite on one side"]
     assert len({each.locator("b").evaluate("dot => dot.style.color") for each in key.all()}) == 3
+    mount(page, row(0, "a", 1.0), row(1, "b", 0.5), row(2, "c", 0.5), status=["clean", "culprit", "inherited"])
+    assert key.all_inner_texts() == ["● clean, inherited", "● culprit"]
 
 
 def test_columns_without_information_are_hidden(page: Page) -> None:

@@ -21,6 +21,7 @@ from graftlab.base.world import Place
 from graftlab.errors import LaunchError
 from graftlab.ranks import forkserver, launcher, preload_first
 from graftlab.ranks.entry import enter
+from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.launcher import _await_hellos, _environment, _start, end_ranks
 from graftlab.ranks.messages import Hello
 from graftlab.ranks.options import LaunchOptions
@@ -305,3 +306,13 @@ def test_the_end_of_a_ranks_log_is_read_or_why_it_cannot_be_is_given(tmp_path: P
         assert first.rank.log_tail() == "(nothing)"
         first.rank.log = tmp_path
         assert first.rank.log_tail().startswith("(no log: ")
+
+
+def test_an_errors_end_of_a_log_has_no_lines_of_grafts(tmp_path: Path) -> None:
+    log = tmp_path / "target-0.log"
+    graft = "2026-11-29 17:02:07,595 INFO graftlab.grafting.receive_pipeline: target[0] grafted b2t at tap 'x'\n"
+    log.write_text("first\n" + graft * 20_000 + "cannot allocate\n" + graft * 40)
+    rank: Any = SimpleNamespace(log=log)
+    assert RankHandle.log_tail(rank, 30, with_grafts=False) == "cannot allocate", "the first lines are not read"
+    assert RankHandle.log_tail(rank, 2).splitlines() == [graft.strip()] * 2
+    assert RankHandle.log_tail(rank, 30_000).startswith("first\n")

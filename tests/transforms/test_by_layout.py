@@ -483,3 +483,26 @@ def test_names_that_cannot_be_used_are_left_out_with_a_note() -> None:
         by_layout(
             dataclasses.replace(given, target=WHOLE[:3, :1] * 0, received_layouts=[rank_layout(WHOLE, text, 2)] * 2)
         )
+
+
+def test_a_rank_takes_its_own_part_of_each_tensor_that_it_has_fused() -> None:
+    wholes = [torch.arange(32.0).reshape(8, 4), torch.arange(16.0).reshape(4, 4) + 100]
+    for rank in range(2):
+        own = torch.cat([whole.chunk(2)[rank] for whole in wholes])
+        for index, whole in enumerate(wholes):
+            given = GraftTransformInput(
+                {"name": "w"},
+                [whole],
+                [None],
+                target=torch.zeros_like(own),
+                senders=[0],
+                send_world_size=1,
+                recv_rank=rank,
+                recv_world_size=2,
+                pair=parse_layout(f"part(dim=0, index={index}, of=[2, 1])"),
+                whole="target",
+            )
+            outcome = by_layout(given)
+            assert outcome.known is not None
+            assert torch.equal(outcome.value[outcome.known], own[outcome.known])
+            assert int(outcome.known.sum()) == whole.numel() // 2

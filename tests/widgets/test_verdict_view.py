@@ -101,7 +101,7 @@ def test_the_stop_button_ends_a_verdict_and_restores_the_plan(screen: Screen) ->
     assert "judging" not in screen.panel.static_html(), "a saved notebook would say so for good"
     screen.click("stop")
     screen.settle()
-    assert screen.message.startswith("the verdict was stopped in run 1; its code on the ranks was interrupted, and")
+    assert screen.message.startswith("the verdict was stopped in its run 1; its code on the ranks was interrupted, and")
     assert session.runs[-1].wait_steps(10**9, timeout=DEADLINE).done
     assert (session.plan.b2t, session.plan.compare) == (before.b2t, before.compare)
     assert "x is computed differently" in judge(screen, "f()")
