@@ -1,0 +1,88 @@
+"""Tensors of which each rank has a part, with no layout that says which, are paired by what the transform makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graftlab.judging.match_shards import with_shards
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import RecordedTap
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Four heads of queries and two of keys and values, of four features each.
+WEIGHTS = {"q": drawn(16, 12, seed=0), "k": drawn(8, 12, seed=1), "v": drawn(8, 12, seed=2), "o": drawn(12, 16, seed=3)}
+HIDDEN = drawn(2, 6, 12, seed=4)
+BASELINE = {f"{name}.weight": weight for name, weight in WEIGHTS.items()} | {"hidden": HIDDEN}
+
+
+def fused(rank: int, *parts: Tensor) -> Tensor:
+    return torch.cat([part.chunk(2)[rank] if len(part) > 4 else part for part in parts])
+
+
+TARGET = {
+    "qkv": [fused(rank, WEIGHTS["q"], WEIGHTS["k"], WEIGHTS["v"]) for rank in range(2)],
+    "proj": [WEIGHTS["o"].chunk(2, 1)[rank] for rank in range(2)],
+    # Sequence first, of which each rank has a half.
+    "states": [HIDDEN.transpose(0, 1).chunk(2)[rank] for rank in range(2)],
+}
+
+
+def paired(
+    baseline: dict[str, Tensor], target: dict[str, list[Tensor]], known: Sequence[Pair] = ()
+) -> dict[tuple[str, str], tuple[str, str]]:
+    """The layouts of the pairs found, and the sides of the wholes."""
+    ours = [RecordedTap.of(name, value, order=place) for place, (name, value) in enumerate(baseline.items())]
+    theirs = {
+        name: [RecordedTap.of(name, value.contiguous(), order=place) for value in values]
+        for place, (name, values) in enumerate(target.items())
+    }
+    with_partner = {pair.baseline for pair in known}
+    proposal = Proposal(
+        tuple(known),
+        {name: "no partner" for name in baseline if name not in with_partner},
+        dict.fromkeys(target.keys() - {pair.target for pair in known}, "its ranks hold different tensors"),
+        order={"baseline": tuple(baseline), "target": tuple(target)},
+    )
+    found = with_shards(proposal, ours, theirs)
+    has = {pair.target for pair in found.pairs}
+    assert found.unmatched_target.keys() == target.keys() - has
+    assert found.unmatched_baseline.keys() == baseline.keys() - {pair.baseline for pair in found.pairs}
+    return {(pair.baseline, pair.target): (pair.layout.text, pair.whole) for pair in found.pairs}
+
+
+def test_weights_split_by_rows_or_columns_and_fused_ones_are_paired() -> None:
+    found = paired(BASELINE, TARGET)
+    assert {key: whole for key, (_, whole) in found.items() if key[1] == "qkv"} == dict.fromkeys(
+        [(f"{name}.weight", "qkv") for name in "qkv"], "target"
+    )
+    assert found["o.weight", "proj"] == ("same", "baseline")
+    assert found["hidden", "states"] == ("a b c -> b a c", "baseline")
+
+
+def test_heads_that_each_rank_has_whole_are_paired_beside_those_that_are_split() -> None:
+    few = {name: WEIGHTS[name][:4] for name in "kv"}
+    baseline = {"q.weight": WEIGHTS["q"], **{f"{name}.weight": value for name, value in few.items()}}
+    target = {"qkv": [fused(rank, WEIGHTS["q"], *few.values()) for rank in range(2)]}
+    assert {key[0] for key in paired(baseline, target)} == {"q.weight", "k.weight", "v.weight"}
+
+
+def test_a_part_that_one_rank_has_otherwise_is_not_paired() -> None:
+    wrong = {"qkv": [TARGET["qkv"][0], TARGET["qkv"][1].roll(1, 0)], "proj": [TARGET["proj"][0]] * 2}
+    assert paired(BASELINE, wrong) == {}
+
+
+def test_taps_with_partners_or_without_values_stay_as_they_are() -> None:
+    known = Pair("o.weight", "proj")
+    assert paired(BASELINE, {"proj": TARGET["proj"]}, [known]) == {("o.weight", "proj"): ("same", "baseline")}
+    ours = [RecordedTap.of("o.weight", WEIGHTS["o"])]
+    theirs = {"proj": [RecordedTap.of("proj", value.contiguous(), keep=False) for value in TARGET["proj"]]}
+    proposal = Proposal((), {"o.weight": "no partner"}, {"proj": "its ranks hold different tensors"})
+    assert with_shards(proposal, ours, theirs) == proposal
