@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,16 +131,55 @@ def sharded(layers: int) -> list[float]:
     return []
 
 
-def test_ranks_with_declared_layouts_are_matched_as_one_whole() -> None:
+def separate(layers: int) -> list[float]:
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
+    for n in range(layers):
+        for name, w in zip("qkv", weights(n)[0].chunk(3, 1), strict=True):
+            gl.tap(f"h.{n}.{name}", x @ w)
+    return []
+
+
+def fused_parts(layers: int, fault: int | None = None) -> list[float]:
+    """Each rank's half of q, k and v as one tensor, without a layout; in one layer a wrong q on the last rank."""
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
+    rank = gl.here().rank
+    for n in range(layers):
+        q, k, v = (x @ w.chunk(2, 1)[rank] for w in weights(n)[0].chunk(3, 1))
+        gl.tap(f"own.{n}.qkv", torch.cat([q * (1.5 if n == fault and rank == 1 else 1.0), k, v], -1))
+    return []
+
+
+@pytest.fixture(scope="module")
+def two_targets() -> Iterator[gl.Session]:
     with gl.launch(1, 2) as session:
-        proposal = session.match(fused, sharded, args=(1,))
-        assert partners(proposal) == {f"layers.0.{name}": "h.0.qkv" for name in "qkv"}
-        assert "gl.tap(layout=...)" in proposal.unmatched_target["layers.0.unsaid.q"]
-        session.edit(pairs=proposal)
-        frame = session.run(fused, sharded, args=(1,)).frame
-        paired = frame[frame["baseline_name"] == "h.0.qkv"]
-        assert len(paired) == 6
-        assert paired["rel_l2"].max() < 1e-6
+        yield session
+
+
+def test_ranks_with_declared_layouts_are_matched_as_one_whole(two_targets: gl.Session) -> None:
+    session = two_targets
+    proposal = session.match(fused, sharded, args=(1,))
+    assert partners(proposal) == {f"layers.0.{name}": "h.0.qkv" for name in "qkv"}
+    assert "gl.tap(layout=...)" in proposal.unmatched_target["layers.0.unsaid.q"]
+    session.edit(pairs=proposal)
+    frame = session.run(fused, sharded, args=(1,)).frame
+    paired = frame[frame["baseline_name"] == "h.0.qkv"]
+    assert len(paired) == 6
+    assert paired["rel_l2"].max() < 1e-6
+
+
+def test_parts_that_ranks_have_without_a_layout_are_matched_and_judged(two_targets: gl.Session) -> None:
+    session = two_targets
+    proposal = session.match(separate, fused_parts, args=(2,))
+    assert {(pair.baseline, pair.target) for pair in proposal.pairs} == {
+        (f"h.{n}.{name}", f"own.{n}.qkv") for n in range(2) for name in "qkv"
+    }
+    assert not proposal.unmatched_target
+    session.edit(pairs=proposal)
+    frame = session.run(separate, partial(fused_parts, fault=1), args=(2,)).frame
+    assert len(frame) == 12
+    is_wrong = (frame["name"] == "h.1.q") & (frame["rank"] == 1)
+    assert frame.loc[is_wrong, "rel_l2"].item() == pytest.approx(0.5, rel=1e-4)
+    assert frame.loc[~is_wrong, "rel_l2"].max() < 1e-6
 
 
 class Encoder(torch.nn.Module):
