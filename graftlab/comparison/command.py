@@ -7,8 +7,9 @@ import contextlib
 import json
 import sys
 import time
+import traceback
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 _AGREE, _DIFFER, _INCONCLUSIVE = 0, 1, 2
 # The code by which a shell reports a command that SIGINT has ended.
 _INTERRUPTED = 130
+# EX_SOFTWARE of sysexits.h: an error within the program.
+_FAILED = 70
 _EXIT_CODES = {"agree": _AGREE, "differ": _DIFFER, "inconclusive": _INCONCLUSIVE}
 EPILOG = (
     "exit codes: 0, the sides agree to rounding; 1, they differ; 2, inconclusive, with the reason; 64, wrong usage; "
-    "130, interrupted"
+    "70, graftlab itself failed; 130, interrupted"
 )
 _OF_SCRIPTS = ("calls", "training", "model", "ranks", "inject", "keep_going", "restart")
 # By what is compared: how it is named, and the options that would have no effect. Some have errors of their own below.
@@ -136,12 +139,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print the answer, write the report; returns the exit code."""
-    if not arguments.json:
-        return _run(arguments, sys.stdout)
     out = sys.stdout
     # Output of the models goes to stderr, so that stdout has only the answer.
-    with contextlib.redirect_stdout(sys.stderr):
-        return _run(arguments, out)
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        try:
+            return _run(arguments, out)
+        except Exception:
+            # Python would end with 1, which says that the sides differ.
+            text = "graftlab itself failed, and nothing was concluded; please report the lines above"
+            sys.stderr.write(f"{traceback.format_exc()}graftlab compare: {text}\n")
+            if arguments.json:
+                _write_json(out, {"answer": "inconclusive", "exit_code": _FAILED, "text": text})
+            return _FAILED
 
 
 def _run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -171,13 +180,11 @@ def _run(arguments: argparse.Namespace, out: TextIO) -> int:
             sys.stderr.write(f"graftlab compare: {text}\n")
         return _INTERRUPTED
     with compared.session:
-        page = compared.report(arguments.report or compared.session.folder / "report.html")
+        page = _reported(arguments, compared.session.folder, compared.report)
         if arguments.json:
             _write_json(out, _as_json(compared, page))
         else:
-            out.write(f"{compared.text}\n\nThe report is {page}\n")
-        if arguments.open:
-            webbrowser.open(page.resolve().as_uri())
+            out.write(f"{compared.text}\n\n{_where(page)}\n")
     return _EXIT_CODES[compared.answer]
 
 
@@ -200,15 +207,30 @@ def _run_compiled(arguments: argparse.Namespace, out: TextIO) -> int:
         folder=arguments.folder,
     )
     with session:
-        page = write_report(session, arguments.report or session.folder / "report.html", found.verdict, False)
+        page = _reported(arguments, session.folder, lambda path: write_report(session, path, found.verdict, False))
         told = {"answer": answer, "exit_code": _EXIT_CODES[answer], "named": found.verdict.named, "text": found.text}
         if arguments.json:
-            _write_json(out, {**told, "report": str(page), "folder": str(session.folder)})
+            _write_json(out, {**told, "report": page and str(page), "folder": str(session.folder)})
         else:
-            out.write(f"{found.text}\n\nThe report is {page}\n")
-        if arguments.open:
-            webbrowser.open(page.resolve().as_uri())
+            out.write(f"{found.text}\n\n{_where(page)}\n")
     return _EXIT_CODES[answer]
+
+
+def _reported(arguments: argparse.Namespace, folder: Path, write: Callable[[Path], Path]) -> Path | None:
+    """Write the report, and open it if asked for; None if it cannot be written, which must not hide the answer."""
+    path = arguments.report or folder / "report.html"
+    try:
+        page = write(path)
+    except OSError as error:
+        sys.stderr.write(f"graftlab compare: the report could not be written to {path}: {error}\n")
+        return None
+    if arguments.open:
+        webbrowser.open(page.resolve().as_uri())
+    return page
+
+
+def _where(page: Path | None) -> str:
+    return "There is no report." if page is None else f"The report is {page}"
 
 
 def _compared(arguments: argparse.Namespace, progress: _Progress) -> Comparison:
@@ -366,7 +388,7 @@ class _Progress:
         sys.stderr.flush()
 
 
-def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
+def _as_json(compared: Comparison, page: Path | None) -> dict[str, Any]:
     return {
         "answer": compared.answer,
         "exit_code": _EXIT_CODES[compared.answer],
@@ -377,7 +399,7 @@ def _as_json(compared: Comparison, page: Path) -> dict[str, Any]:
         "starts": compared.starts,
         "pairs": None if compared.match is None else len(compared.match.pairs),
         "text": compared.text,
-        "report": str(page),
+        "report": page and str(page),
         "folder": str(compared.session.folder),
     }
 

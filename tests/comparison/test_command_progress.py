@@ -203,6 +203,21 @@ def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     assert opened == [(tmp_path / "page.html").as_uri()]
     assert capsys.readouterr().out.endswith(f"norm differs.\n\nThe report is {tmp_path / 'page.html'}\n")
 
+    def fails(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    # The answer is not lost with its page.
+    monkeypatch.setattr(Answered, "report", fails)
+    assert main([*words, "--open"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.endswith("norm differs.\n\nThere is no report.\n")
+    assert shown.err.endswith(
+        f"the report could not be written to {tmp_path / 'report.html'}: no space left on device\n"
+    )
+    assert main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["report"] is None
+    assert len(opened) == 1
+
 
 @pytest.mark.parametrize("json_wanted", [True, False])
 @pytest.mark.parametrize(
@@ -230,6 +245,23 @@ def test_an_interrupt_ends_with_what_was_known_and_the_code_of_a_shell(
         assert json.loads(shown.out) == {"answer": "inconclusive", "exit_code": 130, "text": text}
     else:
         assert (shown.out, shown.err) == ("", f"graftlab compare: {text}\n")
+
+
+@pytest.mark.parametrize("json_wanted", [True, False])
+def test_an_error_within_graftlab_is_not_taken_for_a_difference(
+    json_wanted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*_: object) -> None:
+        raise ZeroDivisionError("within graftlab")
+
+    monkeypatch.setattr(scripts, "compare_scripts", compare)
+    assert main(["compare", "python a.py", "python b.py", *(["--json"] if json_wanted else [])]) == 70
+    shown = capsys.readouterr()
+    assert "ZeroDivisionError: within graftlab\ngraftlab compare: graftlab itself failed, and nothing" in shown.err
+    if json_wanted:
+        assert json.loads(shown.out)["exit_code"] == 70
+    else:
+        assert shown.out == ""
 
 
 def test_a_comparison_with_compiled_code_has_its_report_in_its_folder(
