@@ -18,6 +18,7 @@ from graftlab.base.tap_groups import kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
+from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
@@ -74,10 +75,11 @@ def judge_held_calls(
     target: Sequence[CallDescription],
     choice: JudgingChoice,
     proposal: Proposal | None = None,
+    inherited: InheritedRounding | None = None,
 ) -> Comparison:
     """Judge the calls that both sides hold, by their ranks' descriptions.
 
-    ``proposal`` has the pairs of an earlier call, which are in force.
+    ``proposal`` has the pairs of an earlier call, which are in force, and ``inherited`` what rounding moved in it.
     """
     if any(each.raises for each in (*baseline, *target)):
         return judge_until_exception(repeats, baseline, target, choice)
@@ -86,6 +88,8 @@ def judge_held_calls(
     remarks += unpaired
     backward = _add_backward(repeats, baseline, target)
     verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
+    if inherited is not None:
+        verdict = replace(verdict, findings=inherited.without_earlier_results(verdict.findings))
     trusted, merged = not remarks, False
     if trusted:
         is_first = all(each.number <= 1 for each in (*baseline, *target))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from graftlab.base.tap_groups import is_output, kind_of
@@ -33,8 +34,8 @@ class InheritedRounding:
 
     def __init__(self) -> None:
         self._moved: dict[tuple[str, bool], float] = {}
-        self._results = 0.0
-        """How far results were apart in those calls."""
+        self._results: set[float] = set()
+        """How far each result was apart in those calls."""
 
     def add(self, compared: Verdict) -> None:
         """Add a call. One in which something is named proves nothing of rounding."""
@@ -48,9 +49,23 @@ class InheritedRounding:
             if kind_of(row["tags"]) is not None or error is None or not math.isfinite(error):
                 continue
             if is_output(row["name"]):
-                self._results = max(self._results, error)
+                self._results.add(error)
             if _is_rounding(row, compared):
                 self._moved[_part(row)] = max(self._before(row), error)
+
+    def without_earlier_results(self, found: Findings) -> Findings:
+        """The findings without the sentence on inputs, if each that differs is a result of an earlier call as it was.
+
+        An input that is off by exactly as much as such a result, in all digits, is that result: code between the calls
+        that computes anything from it, on one side or on both, rounds differently.
+        """
+        inputs = self._rounded_inputs(found)
+        if not inputs or not all(row["error"] in self._results for row in inputs):
+            return found
+        groups = {row["group"] for row in inputs}
+        frame = found.frame.copy()
+        frame.loc[frame["group"].isin(groups), "label"] = "inherited"
+        return replace(found, frame=frame, data=(), inputs=[each for each in found.inputs if each not in groups])
 
     def doubts(self, compared: Verdict) -> list[str]:
         """Sentences on why a call that differs may be right; none if it cannot be."""
@@ -88,6 +103,11 @@ class InheritedRounding:
     def _before(self, row: dict[str, Any]) -> float:
         return self._moved.get(_part(row), 0.0)
 
+    @property
+    def _most(self) -> float:
+        """How far results were apart at most."""
+        return max(self._results, default=0.0)
+
     def _rounded_inputs(self, found: Findings) -> list[dict[str, Any]]:
         """The inputs that differ, if no other data do, and they by little more than the results of earlier calls."""
         inputs = [row for row in _named(found) if kind_of(row["tags"]) == "input"]
@@ -96,13 +116,13 @@ class InheritedRounding:
         # Whole numbers, such as tokens, do not round.
         if not all(roundoff(row["dtype"]) for row in inputs):
             return []
-        are_near = not any(_is_one_sided(row) or row["added"] > _MOST * self._results for row in inputs)
+        are_near = not any(_is_one_sided(row) or row["added"] > _MOST * self._most for row in inputs)
         return inputs if are_near else []
 
     def _after_rounded_results(self, worst: dict[str, Any], with_others: bool) -> list[str]:
         return [
             f"{worst['name']} differs by {worst['added']:.2g}{'' if with_others else ', and nothing else does'}. In "
-            f"earlier calls rounding had moved the results by up to {self._results:.2g}. The scripts' own code between "
+            f"earlier calls rounding had moved the results by up to {self._most:.2g}. The scripts' own code between "
             "the calls may have amplified that, as a guidance scale does, or it differs. Compare both sides in float64 "
             "to find out.",
             f"{NOT_CHECKED}the scripts' own code between the calls, which computes {worst['name']}.",

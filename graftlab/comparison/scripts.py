@@ -473,7 +473,7 @@ class _HeldInTurn:
         judging = self._choice.judging
         why = why_not_held(baseline, target)
         if why is None or self._started is None:
-            compared = judge_held_calls(Repeats(self._session), baseline, target, judging, known)
+            compared = judge_held_calls(Repeats(self._session), baseline, target, judging, known, self._inherited)
             why = why or why_not_repeated(compared)
         if why is not None and self._started is not None:
             self._announce(announcement(why))
@@ -639,7 +639,8 @@ class _HeldInTurn:
                 f"Before call {number}, of {self._models[-1]}, its inputs have different shapes: one side has made an "
                 "extra call before it, or the scripts' own code between the calls differs."
             )
-        if number > 1 and compared.findings.named and set(compared.findings.named) <= set(compared.findings.inputs):
+        found = compared.findings
+        if number > 1 and found.named and {*found.named} <= {*found.inputs} and not found.unexplained:
             before = "no call before it is known to differ" if self._undecided else "the calls before it agree"
             return (
                 f"Before call {number}, of {self._models[-1]}, its inputs differ, and {before}: the "

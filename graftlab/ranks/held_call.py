@@ -23,6 +23,7 @@ from graftlab.diffs.results import (
     is_written,
     named_tensors,
     value_in_words,
+    with_tensors,
     written_path,
 )
 from graftlab.diffs.rounding import roundoff
@@ -102,7 +103,7 @@ class CallDescription:
     @property
     def returned(self) -> dict[str, torch.Tensor]:
         """The tensors that the call returns without taps, without those that it writes."""
-        return {path: tensor for path, tensor in self.plain.items() if not is_written(path)}
+        return with_tensors(self.plain, {path: each for path, each in self.plain.items() if not is_written(path)})
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,17 @@ class HeldCall:
         state = self._written() if self._shows_written else {}
         if self._has_backward:
             self._go_backward(results)
-        return self._without_left({**results, **state})
+        returned = self._without_left({**results, **state})
+        returned.passed_on = self._passed_on(results, state)
+        return returned
+
+    def _passed_on(self, results: Mapping[str, torch.Tensor], written: Collection[str]) -> frozenset[str]:
+        """The paths of results that are arguments, to which the call has not written."""
+        if not self._shows_written:
+            return frozenset()
+        given = tensors_by_path(self._state)
+        unwritten = {id(tensor) for path, tensor in given if written_path(path) not in {*written, *self._left}}
+        return frozenset(path for path, tensor in results.items() if id(tensor) in unwritten)
 
     def _written(self) -> dict[str, torch.Tensor]:
         found, without_room = self._snapshot.written({**self._models, **self._state}, _WRITTEN_BUDGET)
@@ -173,7 +184,7 @@ class HeldCall:
         return {written_path(path): tensor for path, tensor in found.items()}
 
     def _without_left(self, values: Mapping[str, torch.Tensor]) -> NamedTensors:
-        return NamedTensors({path: tensor for path, tensor in values.items() if path not in self._left})
+        return with_tensors(values, {path: tensor for path, tensor in values.items() if path not in self._left})
 
     def _restore(self) -> None:
         for model in self._models.values():
@@ -606,9 +617,9 @@ class TapLister(CountingHandler):
         self.reached[place[0]] = None
 
 
-def _copied(result: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copied(result: Mapping[str, torch.Tensor]) -> NamedTensors:
     """Copy the tensors of a result, because the next call may overwrite them."""
-    return {path: tensor.detach().to("cpu", copy=True) for path, tensor in result.items()}
+    return with_tensors(result, {path: tensor.detach().to("cpu", copy=True) for path, tensor in result.items()})
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------

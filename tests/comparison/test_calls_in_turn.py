@@ -45,6 +45,9 @@ def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
         frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
         findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
         assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
+        # With equal inputs the result still differs, so they do not explain it.
+        further = replace(findings, unexplained=["Something after the last tap is computed differently."])
+        assert turns._at_last_call(Comparison(further, 1, turns._session, None, "differ")) == "In call 2, of Net:"
 
 
 def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:

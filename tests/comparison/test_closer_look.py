@@ -193,6 +193,11 @@ def test_the_target_reads_the_baselines_numbers_in_float32() -> None:
     )
     assert _unequal_numbers({"x": same}, {"cache": other}, True) == {}
     assert isinstance(_unequal_numbers({"x": same}, {"x": other[:1]}, False), str)
+    # An argument of another name, such as an encoder's result, that is the only one near.
+    near = torch.tensor([1.0, 1.01])
+    assert _unequal_numbers({"encoded": same, "x": other}, {"memory": near, "x": other}, False) == {"memory": same}
+    assert isinstance(_unequal_numbers({"encoded": same, "mask": same}, {"memory": near}, False), str)
+    assert _unequal_numbers({"encoded": same, "memory": same}, {"memory": same, "cache": near}, True) == {"cache": same}
     # A rank's own heads of a cache, which differ by rounding.
     whole = torch.arange(24.0).reshape(2, 4, 3)
     (part,) = _unequal_numbers({"x": whole}, {"x": whole[:, 2:] + 1e-3}, False).values()  # type: ignore[union-attr]

@@ -210,7 +210,7 @@ def test_tokens_are_compared_only_where_their_logits_were_and_nothing_else_diffe
 def test_pairs_of_a_model_are_in_force_only_for_its_calls(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
-    def judge(repeats: Any, ours: Any, theirs: Any, judging: Any, known: Any) -> Comparison:
+    def judge(repeats: Any, ours: Any, theirs: Any, judging: Any, known: Any, inherited: Any) -> Comparison:
         given.append(known)
         return replace(compared(), match=f"pairs of {ours[0].model}")  # type: ignore[arg-type]
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from graftlab.diffs import results
 from graftlab.diffs.results import (
+    NamedTensors,
     compare_named,
     compare_results,
     named_tensors,
     unit_of,
     values_of_other_shapes,
+    with_tensors,
     written_on_one_side,
     written_path,
 )
@@ -208,6 +210,18 @@ def test_a_cache_that_only_the_baseline_returns_is_left_out(name: str) -> None:
     compared = compare_results({"logits": x, name: ((x, x),)}, {"logits": x})
     assert (compared.lost, len(compared.left)) == ([], 1)
     assert compare_results({"logits": x, "loss": x}, {"logits": x}).lost
+
+
+def test_an_argument_that_only_the_baseline_returns_is_left_out() -> None:
+    x = torch.ones(2)
+    expected = NamedTensors({"logits": x, "memory": x})
+    assert compare_named(expected, {"logits": x}).lost
+    expected.passed_on = {"memory"}
+    copies = with_tensors(expected, {path: tensor.clone() for path, tensor in expected.items()})
+    compared = compare_named(copies, {"logits": x})
+    assert (compared.lost, compared.left) == ([], ["only the baseline returns the result's memory"])
+    # If both return it, it is compared.
+    assert [each.rel_l2 for each in compare_named(copies, {"logits": x, "memory": 2 * x}).differences] == [0, 1]
 
 
 def test_a_cache_in_a_tuple_of_results_is_known_by_the_names_of_its_parts() -> None:

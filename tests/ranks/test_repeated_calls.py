@@ -14,6 +14,7 @@ import torch
 from kit.grafters import become_rank
 from torch import Tensor, nn
 
+from graftlab.diffs.results import NamedTensors
 from graftlab.grafting.self_graft import CallKey, CountingHandler
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
@@ -438,3 +439,16 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert model(x).count_nonzero() == 0
         assert before.count_nonzero() == 2
         assert torch.is_autocast_cache_enabled()
+
+
+def test_a_result_that_is_an_argument_as_it_was_given_is_known_as_such() -> None:
+    model, x, written = net(), torch.ones(1, 2), torch.zeros(2)
+
+    def call() -> dict[str, Tensor]:
+        written.add_(1)
+        return {"memory": x, "written": written, "copy": x.clone(), "y": model(x)}
+
+    described = of(call, model, x=x, written=written).describe()
+    for values in (described.plain, described.tapped, described.returned):
+        assert isinstance(values, NamedTensors)
+        assert values.passed_on == {"['memory']"}
