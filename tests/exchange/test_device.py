@@ -286,6 +286,20 @@ def test_memory_and_events_are_used_again(machine: Machine, world: World) -> Non
     assert len(machine.shared) <= 2 + 4  # a chunk a rank, and an event for each tensor that was under way at once
 
 
+def test_a_reused_event_is_the_one_that_the_receiver_waits_for(world: World) -> None:
+    sender, receiver = world.mailboxes
+    for number in range(2):
+        sender.publish(key(occurrence=number), on_gpu(A_MIB))
+    first, second = (receiver.receive(key(occurrence=number)) for number in range(2))
+    # So that the event of the first is used again, which is not the newest.
+    for each in (second, first):
+        each.release()
+        receiver.exchange.end_step(-1)
+    hear(sender)
+    sender.publish(key(occurrence=2), on_gpu(A_MIB + 7))
+    assert torch.equal(receiver.receive(key(occurrence=2)).contributions[0].tensor, A_MIB + 7)
+
+
 def test_the_tensors_of_a_dead_receiver_are_freed(machine: Machine, world: World) -> None:
     sender, receiver = world.mailboxes
     machine.reads_take_long = True

@@ -36,6 +36,7 @@ from graftlab.jobs.script_launcher import (
     start_scripts,
 )
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.descriptors import receive_descriptors
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.options import LaunchOptions
 
@@ -252,6 +253,36 @@ def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path:
     assert (joined.label, joined.pid, joined.process) == ("target[1]", pid, process)
     joined.release()
     assert process.has_ended
+    admission._shared.release()
+
+
+def test_an_admitted_rank_gets_the_other_ends_of_its_connections_in_their_order(tmp_path: Path) -> None:
+    admission = _Admission(
+        [started(tmp_path, "exec sleep 1000")], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path
+    )
+    admission._shared.make()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(DEADLINE)
+        send_handshake(theirs, HoldRequest("target", 0, 1, os.getpid(), "cpu", "gloo"))
+        admission._accept(ours)
+        accepted = receive_handshake(theirs)
+        assert isinstance(accepted, HoldAccepted)
+        *shared, line, wake, death = receive_descriptors(theirs, accepted.descriptors)
+    (rank,) = admission._joined.values()
+    for number in shared:
+        os.close(number)
+    with socket.socket(fileno=line) as ended, socket.socket(fileno=wake) as waker, socket.socket(fileno=death) as alive:
+        rank.wake_socket.setblocking(False)
+        waker.send(b"!")
+        assert rank.wake_socket.recv(1) == b"!"
+        alive.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            alive.recv(1)
+        rank.release()
+        # The end of the session is the end of both.
+        ended.setblocking(False)
+        assert alive.recv(1) == ended.recv(1) == b""
     admission._shared.release()
 
 

@@ -277,6 +277,8 @@ def test_a_bias_that_is_split_unlike_its_weight_is_named() -> None:
     assert named("part(index=0, of=[1, 1], dim=1)", "same") == named(f"{TURNED} | {first}", second) == []
     assert named("scale(factor=2.0)", first) == []
     assert [each.tap for each in _odd_biases([pair("a.weight", "b.weight", first)])] == []
+    (found,) = _odd_biases([pair("a.weight", "b.weight", first), pair("a.bias", "b.bias", second)])
+    assert found.text == f"b.bias has a.bias in the layout {second!r}, and its weight is in the layout {first!r}"
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------

@@ -146,6 +146,12 @@ def test_each_split_of_a_shape_has_all_of_its_elements(shape: tuple[int, ...]) -
     assert {len(each) - len(shape) for each in splits} <= {0, 1, 2}
 
 
+def test_each_arrangement_that_is_tried_has_all_elements_of_the_whole() -> None:
+    # No place is taken by one that cannot fit, since only the first ones are tried.
+    assert {math.prod(each.radices) for each in permutations((6, 4), (4, 3, 2))} == {24}
+    assert {math.prod(each.radices) for each in permutations((1, 5), (2, 5))} == {5}
+
+
 def test_a_sketch_counts_numbers_that_are_not_finite() -> None:
     values = torch.arange(100.0)
     values[3:5], values[50] = math.nan, math.inf

@@ -29,6 +29,7 @@ from graftlab.ranks.messages import (
     AskKeptMap,
     AskKeptPair,
     AskKeptTags,
+    AskPostMortem,
     AskStacks,
     Evaluate,
     Interrupt,
@@ -175,6 +176,12 @@ def test_an_unanswerable_question_is_refused_and_the_next_one_answered(notebook:
     assert isinstance(refused, Refusal)
     assert "dim" in refused.error
     assert notebook.ask(AskKeptTags(False)).tags == [{"name": "x"}]
+
+
+def test_a_job_refuses_to_debug_a_failure_and_says_where_to(notebook: Notebook) -> None:
+    refused = notebook.ask(AskPostMortem("p x"))
+    assert isinstance(refused, Refusal)
+    assert refused.error.startswith("this rank is a job, which keeps no failures")
 
 
 @pytest.mark.parametrize(

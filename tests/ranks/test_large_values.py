@@ -30,6 +30,7 @@ LARGE = {
     "text": "x" * 2 * MIB,
     "model": torch.nn.Sequential(torch.nn.Linear(700, 700), torch.nn.Linear(700, 700)),
     "numbers": list(range(MIB)),
+    "keys": dict.fromkeys(range(MIB // 8)),
     "nested": {"a": [torch.zeros(MIB // 4), (torch.zeros(MIB // 4), torch.zeros(MIB // 4))]},
     "object": Holder(torch.zeros(MIB)),
 }
@@ -49,6 +50,10 @@ def test_a_large_tensor_is_described_with_shape_and_size() -> None:
     assert repr(replace_large(torch.zeros(4, MIB), 2 * MIB)).startswith(
         "<Tensor of shape [4, 1048576], torch.float32: 16 MiB, which stay on the rank."
     )
+
+
+def test_the_size_of_a_large_container_is_said_to_be_at_least_what_was_counted() -> None:
+    assert repr(replace_large(LARGE["numbers"], 2 * MIB)).startswith("<list: more than 2 MiB, which stay on the rank.")
 
 
 @pytest.mark.parametrize("value", [None, 7, "text", [1, 2], {"a": 1}, torch.zeros(4), object(), int, np.float64(1)])

@@ -160,24 +160,25 @@ def test_weights_of_inference_mode_count_no_writes() -> None:
     assert described.not_repeated == ()
 
 
-def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request() -> None:
+@pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError])
+def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request(kind: type[Exception]) -> None:
     model = net()
 
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("bad\nmore")
+            raise kind("bad\nmore")
 
     model.insert(1, Failing())
     held = of(lambda: model(torch.ones(2)), model)
     for describe in (held.describe, held.describe_result):
-        with pytest.raises(ValueError, match="bad"):
+        with pytest.raises(kind, match="bad"):
             describe()
     described = held.describe(reports_failure=True)
-    assert (described.raises, described.plain, described.tapped) == ("ValueError: bad", {}, {})
+    assert (described.raises, described.plain, described.tapped) == (f"{kind.__name__}: bad", {}, {})
     assert "0" in described.taps
     assert "2" not in described.taps
     result = held.describe_result(reports_failure=True)
-    assert (result.raises, result.taps) == ("ValueError: bad", ())
+    assert (result.raises, result.taps) == (f"{kind.__name__}: bad", ())
 
 
 def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:

@@ -236,6 +236,25 @@ def test_rows_are_read_though_they_move_after_their_place_was_looked_up(
     made.close()
 
 
+@pytest.mark.usefixtures("small")
+def test_rows_that_arrive_while_others_move_are_neither_lost_nor_moved_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, drop = RowStore(tmp_path), RowLog.drop
+    made.append(lines(0, 30))
+    while made._decode_ahead():
+        pass
+    # As when more lines wait to be written: the file is there, and the log begins where it began.
+    monkeypatch.setattr(RowLog, "drop", lambda *_: False)
+    assert not made._move(6_000)
+    monkeypatch.setattr(RowLog, "drop", drop)
+    assert orders(made.frame()) == list(range(30))
+    move_all(made)
+    assert orders(made.frame()) == list(range(30))
+    made.close()
+    assert in_files(tmp_path) == 30
+
+
 def test_a_row_in_a_file_takes_less_than_a_hundred_bytes(tmp_path: Path) -> None:
     joined = b"".join(line + b"\n" for line in lines(0, 4_000))
     file = parquet.write(tmp_path, 0, table_of_lines(joined))

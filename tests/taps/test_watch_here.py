@@ -13,7 +13,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.taps import calls
-from graftlab.taps.module_inputs import ArgumentTaps, ModuleInputs, _watched
+from graftlab.taps.module_inputs import ArgumentTaps, ModuleInputs, _is_own, _watched
 from graftlab.taps.watch import kinds_of_watched
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -254,3 +254,17 @@ def test_the_gradients_of_watched_modules_are_taps_with_their_tags(recorder: Rec
     with gl.watch(model):
         model(x).sum().backward()
     assert recorder.names == ["0", "1", "output"]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("torch", True),
+        ("torch.nn.modules.module", True),
+        ("graftlab.taps", True),
+        ("torchvision.ops", False),
+        ("", False),
+    ],
+)
+def test_code_is_torchs_own_by_its_package_and_not_by_the_beginning_of_its_name(name: str, own: bool) -> None:
+    assert _is_own({"__name__": name}) is own

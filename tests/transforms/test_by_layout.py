@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError, TransformError
 from graftlab.layouts import Layout, Mesh, parse_layout
+from graftlab.layouts.gathering import Rows
 from graftlab.layouts.on_ranks import RankLayout, rank_layout
+from graftlab.layouts.row_alignment import FoundRows
 from graftlab.layouts.sketching import SignedSums
 from graftlab.taps.module_inputs import KIND
 from graftlab.transforms import GraftTransformInput
-from graftlab.transforms.by_layout import INFERRED, _by_layout, _shape_of_one, _text, by_layout
+from graftlab.transforms.by_layout import INFERRED, _by_layout, _rows_of_pair, _shape_of_one, _text, by_layout
 from graftlab.transforms.default import suggested
 
 
@@ -506,3 +510,24 @@ def test_a_rank_takes_its_own_part_of_each_tensor_that_it_has_fused() -> None:
             assert outcome.known is not None
             assert torch.equal(outcome.value[outcome.known], own[outcome.known])
             assert int(outcome.known.sum()) == whole.numel() // 2
+
+
+@pytest.mark.parametrize(
+    ("whole", "known", "expected"),
+    [
+        ("received", None, (3, 1)),
+        ("received", [True, False], (3, 1)),
+        # The tensor has none of the rows that the taps show.
+        ("received", [False, False], (0, 1)),
+        # The whole's other rows may be in further pairs.
+        ("target", None, (3, 0)),
+    ],
+)
+def test_rows_of_a_pair_are_counted_as_the_taps_show_them(
+    whole: str, known: list[bool] | None, expected: tuple[int, int]
+) -> None:
+    rows = Rows("ids", "tokens").with_found(FoundRows((5,), (4,), np.array([2, -1, 0, 4])))
+    given: Any = SimpleNamespace(pair=Layout((rows,)), whole=whole)
+    assert _rows_of_pair(given, None if known is None else torch.tensor(known)) == expected
+    given.pair = Layout((Rows("ids", "tokens"),))
+    assert _rows_of_pair(given, None) == (None, 0)

@@ -129,6 +129,12 @@ def test_the_coarser_dtype_is_that_of_either_side() -> None:
     assert coarser_dtype({"dtype": "float32", "cast": "float16 -> float32, cpu -> cuda:0"}) == "float16"
 
 
+def test_a_given_floor_replaces_every_other_even_if_it_is_zero() -> None:
+    for constant in (0.0, 0.25):
+        (found,) = added_frame(frame_of(row("x", 0.5)), {"x": Floor(0.1, 0.1)}, constant=constant).to_dict("records")
+        assert (found["floor"], found["floor_max"]) == (constant, 3 * constant)
+
+
 def test_a_group_without_a_floor_takes_the_largest() -> None:
     frame = added_frame(frame_of(row("new", 1e-4)), {"a": Floor(1e-6, 3e-6), "b": Floor(1e-4, 3e-4)})
     assert frame["ratio"].item() == pytest.approx(1.0)

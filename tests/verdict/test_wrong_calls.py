@@ -31,6 +31,10 @@ def test_calls_with_their_tags_in_another_order_are_one_call() -> None:
     assert words([{"a": 1, "t": 0}, {"t": 0, "a": 1}, {"t": 0, "a": 1}], {1}) == ""
 
 
+def test_the_ranks_of_a_call_are_one_call() -> None:
+    assert words([{"tp_rank": rank, "t": t} for rank in range(2) for t in range(2)], {0, 3}) == ""
+
+
 def test_a_tag_that_alone_decides_is_named_with_its_rule() -> None:
     lengths = [8, 16, 24, 32, 40, 48]
     assert words([{"length": n} for n in lengths], {1, 3, 5}) == (

@@ -419,3 +419,14 @@ def test_a_menu_keeps_its_choice_or_takes_the_first_and_none_of_no_options() -> 
     assert menu.value is None
     assert all(is_filling for _, is_filling in chosen)
     assert not menu.filling
+
+
+def test_a_panel_brings_its_style_sheet_once_for_all_its_parts(simulated: Browser) -> None:
+    class Styled(Example):
+        style_sheet = ".example { color: red }"
+
+    panel = Styled(FakeSession())
+    sheets = [each.value for each in panel.children if isinstance(each, widgets.HTML) and "<style>" in each.value]
+    assert [".example { color: red }" in sheet and ".graftlab-panel" in sheet for sheet in sheets] == [True]
+    assert not any(isinstance(each, widgets.HTML) for each in panel.part.children)
+    panel.close()
