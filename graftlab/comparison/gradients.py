@@ -385,12 +385,21 @@ def _where(
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline[0], target[0]
-    if not _common_results(ours, theirs) and (losses := _compared_losses(baseline, target, paired)) is not None:
+    common = _common_results(ours, theirs)
+    factor = _factor_of_loss(ours, theirs)
+    if numbers := _single_numbers(ours, theirs):
+        # Any two numbers have a factor. Only a count, as of micro-batches, tells about the loss.
+        common = common if factor is not None and _is_count(factor) else {}
+    if not common and (losses := _compared_losses(baseline, target, paired)) is not None:
         # A small mistake in a value may move the loss by less than the limit.
         how = "hardly differ, apart from a factor for ranks or passes" if losses.agree else "differ"
         sentences.append(f"The losses from which the backward passes begin {how}: {losses.shown}.")
-    for one, other in [*_common_results(ours, theirs).values()][:1]:
-        factor = _factor_of_loss(ours, theirs)
+    if numbers and not common:
+        sentences.append(
+            f"Of the gradients of the loss with respect to the model's results, only those of single numbers were "
+            f"compared ({first_of(numbers, _SHOWN)}), because the other results have different shapes on the two sides."
+        )
+    for one, other in [*common.values()][:1]:
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
             sentences.append(
@@ -400,7 +409,7 @@ def _where(
             )
         elif factor is None:
             sentences.append(_of_differing_loss(ours, theirs))
-        elif all(math.prod(each.shape) == 1 for each, _ in _common_results(ours, theirs).values()):
+        elif all(math.prod(each.shape) == 1 for each, _ in common.values()):
             sentences.append("The models return single numbers, such as their losses, from which the gradients differ.")
         else:
             sentences.append("The gradients of the loss with respect to the model's results agree.")
@@ -432,6 +441,26 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
     factors = {place: _factor(one, other) for place, (one, other) in pairs.items()}
     known = {place: factor * times for place, factor in factors.items() if factor is not None}
     if len(known) == len(factors):
+def _single_numbers(baseline: UpdateDescription, target: UpdateDescription) -> list[str]:
+    """What was compared of the gradients of the results, in words, if that is single numbers, and the rest was not."""
+    common = _common_results(baseline, target)
+    is_all = {*common} == {*baseline.of_results, *target.of_results}
+    if is_all or any(math.prod(one.shape) != 1 for one, _ in common.values()):
+        return []
+    times = baseline.scale / target.scale
+    return [
+        f"{place}: {factor * times:.4g} times the baseline's"
+        for place, (one, other) in common.items()
+        if (factor := _factor(one, other)) is not None
+    ]
+
+
+def _is_count(factor: float) -> bool:
+    """Whether a factor is a whole number, or one divided by a whole number."""
+    larger = max(factor, 1 / factor)
+    return abs(larger - round(larger)) <= _SUM * larger
+
+
         listed = first_of([f"{factor:.4g} ({place})" for place, factor in known.items()], _SHOWN)
         return (
             f"The gradients of the loss with respect to the model's results are {listed} times the baseline's: "

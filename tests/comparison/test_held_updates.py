@@ -637,6 +637,21 @@ def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
     ours, theirs = (
         replace(description({"w": scale * whole}), of_results=samples(x=axis))
         for scale, axis in ((1.0, axes[0]), (1.5, axes[1]))
+@pytest.mark.parametrize("factor", [1.93, 2.0])
+def test_a_single_number_beside_other_results_shows_a_factor_only_if_it_is_a_count(factor: float) -> None:
+    """Such as the temperature beside features, of which each rank has its part."""
+    whole, count = drawn(0), torch.tensor(3.0)
+    ours = replace(description({"w": whole}), of_results=samples(scale=count, x=torch.ones(4)), losses=(1.0,))
+    theirs = replace(
+        description({"w": 1.5 * whole}), of_results=samples(scale=factor * count, x=torch.ones(2)), losses=(3.0,)
+    )
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    told = "only those of single numbers were compared (scale: 1.93 times the baseline's)"
+    assert any(told in each for each in found.sentences) is (factor == 1.93), found.sentences
+    assert any("begin differ: 1 on the baseline, 3 on" in each for each in found.sentences) is (factor == 1.93)
+    assert any("results are 2 times" in each for each in found.sentences) is (factor == 2.0)
+
+
     )
     found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
     assert any("with respect to the model's results differ (rel_l2 1.4)" in each for each in found.sentences), (
