@@ -220,6 +220,8 @@ class _HeldInTurn:
                 self._before, self._newest = self._newest, (ours[0], theirs[0])
             if held.both_hold(UpdateDescription):
                 compared = self._judge_update(held)
+                if compared.answer == "agree" or compared.left_to_next_update:
+                    self._clear_updates()
                 if compared.answer == "inconclusive" and self._may_follow(held, compared):
                     self._undecided_updates[self._updates] = compared
                     compared = replace(compared, answer="agree")
@@ -265,6 +267,10 @@ class _HeldInTurn:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         if self._in_parts is not None and not self._updates:
             return self._with(self._in_parts, (_ONLY_PARTS, *remarks), "inconclusive")
+        if self._updates > 1 and all(each.left_to_next_update for each in self._undecided_updates.values()):
+            # No further update shows whether the weights of the last one agree; the others do.
+            self._updates -= len(self._undecided_updates)
+            self._undecided_updates.clear()
         undecided = [*self._undecided.values(), *self._undecided_updates.values()]
         compared = next(iter(undecided), self._compared)
         remarks = [*remarks, *self._left_elsewhere(compared)]
@@ -498,6 +504,12 @@ class _HeldInTurn:
             )
             compared = replace(compared, remarks=(*compared.remarks, unpaired))
         return compared
+
+    def _clear_updates(self) -> None:
+        """Let earlier updates by different sets of optimizers agree, since the weights agree before a later update."""
+        for number, update in [*self._undecided_updates.items()]:
+            if update.left_to_next_update:
+                del self._undecided_updates[number]
 
     def _refused(self, compared: Comparison) -> Comparison:
         """The comparison with the reason why the scripts were not started again."""
