@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,7 +61,9 @@ def judge_held_updates(
     # A closure computes the gradients within the step, from values tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    of_parts = _update_from_parts(session, gradients.named) if gradients.parts and repeats.in_place else None
+    of_parts = None
+    if gradients.parts and repeats.in_place:
+        of_parts = _update_from_parts(session, gradients.named, choice.threshold)
     taken = take_equal_inputs(session)
     if of_parts is not None:
         # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
@@ -129,7 +132,7 @@ def judge_held_updates(
     )
 
 
-def _update_from_parts(session: Session, names: Sequence[str]) -> pd.DataFrame | None:
+def _update_from_parts(session: Session, names: Sequence[str], threshold: float) -> pd.DataFrame | None:
     """The weights after an update from the ranks' own parts of the gradients, in the form of a verdict's frame.
 
     None if some of these weights were not compared, or most differ: then the target's step does not add up the parts.
@@ -151,9 +154,16 @@ def _update_from_parts(session: Session, names: Sequence[str]) -> pd.DataFrame |
     }
     if not {*names} <= compared or 2 * len(differing) >= len(compared):
         return None
-    limit = _DRIFT * assumed_floor(after["dtype"].dropna())[0]
-    frame = added_frame(after, {}, constant=limit)
-    return frame.assign(label=frame["name"].map(lambda name: "culprit" if name in differing else "clean"))
+    frame = added_frame(after, {}, constant=assumed_floor(after["dtype"].dropna())[0])
+    is_named = frame["name"].isin(differing)
+    # A verdict names what is above the threshold, and here that is a part of the update, not of the weight.
+    floor = frame["name"].map({row["name"]: _OF_UPDATE * sizes.get(_place(row), 0.0) / threshold for row in rows})
+    ratio = (frame["added"] / floor).where(is_named, 0.0)
+    return frame.assign(
+        label=is_named.map({True: "culprit", False: "clean"}),
+        floor=floor,
+        ratio=ratio.mask(is_named & ~(ratio > threshold), math.inf),
+    )
 
 
 def _weights_after(session: Session, target: Callable[[], Any]) -> pd.DataFrame:

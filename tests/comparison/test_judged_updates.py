@@ -140,9 +140,13 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.after = rows(("v", "param", 0.0))
     assert judged(made).answer == "differ"
     # Of most weights the update agrees, so the step adds up the parts.
-    made.after = rows(("w", "param", 0.1), *((name, "param", 0.0) for name in "uv"))
+    made.after = rows(("w", "param", 1e-4), *((name, "param", 0.0) for name in "uv"))
     compared = judged(made)
     assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    # A difference that is small beside the weight, and not beside its update.
+    made.after = rows(("w", "param", 1.1e-6), *((name, "param", 0.0) for name in "uv"))
+    made.moved = rows(*((name, "param", 1e-5) for name in "wuv"))
+    assert "The update of the weight w is computed differently" in judged(made).text
     assert compared.remarks[0].endswith("from equal weights and state both sides compute a different update.")
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
     assert judged(made).answer == "differ"
