@@ -41,6 +41,10 @@ class Comparison(Verdict):
     """How often the scripts were started again; 0 if calls were held."""
     has_other_batch: bool = False
     """Whether a call was not judged because the sides have batches of different sizes."""
+    left_to_next_update: bool = False
+    """Whether an update agrees but for weights that another optimizer updates on one side. If the weights agree before
+    the next update, so does this one.
+    """
 
     @property
     def text(self) -> str:

@@ -40,7 +40,8 @@ class GradientFindings:
 
     ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if there
     is none. ``unseen`` has sentences on what was not compared. ``losses`` is a sentence on losses that differ although
-    their gradients agree.
+    their gradients agree. ``parts`` is 0, or the number of ranks that have only their parts of
+    some gradients, which the target's step may still add up; 1 if it may average them.
     """
 
     sentences: tuple[str, ...] = ()
@@ -48,6 +49,7 @@ class GradientFindings:
     factor: float = 1.0
     unseen: tuple[str, ...] = ()
     losses: str = ""
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,11 @@ def judge_gradients(
     factor, alike = _common_factor(lines)
     over = [line for line in lines if not line.is_explained(factor)]
     named = tuple(dict.fromkeys(line.name for line in over))
-    sentences = list(absent)
+    sentences, parts = list(absent), 0
     paired = {line.name: line.target_name for line in lines}
     if named and (sum_of_ranks := _sum_of_ranks(over, paired, baseline[0], target)) is not None:
-        sentences.append(sum_of_ranks)
+        sentences.append(sum_of_ranks[0])
+        parts = 0 if absent else sum_of_ranks[1]
     elif named and (sum_of_steps := _sum_of_steps(named, paired, baseline[0], target[0])) is not None:
         sentences.append(sum_of_steps)
     elif named:
@@ -108,10 +111,10 @@ def judge_gradients(
         sentences += _where(baseline, target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
-    losses = "" if sentences else _differing_losses(baseline, target, paired)
+    losses = "" if sentences and not parts else _differing_losses(baseline, target, paired)
     if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
         unseen.append("the losses, because on some ranks the backward passes do not begin from a single number.")
-    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses)
+    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts)
 
 
 def _differing_losses(
@@ -275,7 +278,7 @@ def _absent(baseline: UpdateDescription, target: UpdateDescription, paired: Mapp
     sentences = []
     sides = (("baseline", baseline, target), ("target", target, baseline))
     for (side, own, other), (opposite, _, _) in zip(sides, reversed(sides), strict=True):
-        trained = {name for name in other.dtypes if name not in other.frozen}
+        trained = {name for name in other.dtypes if name not in (*other.frozen, *other.elsewhere)}
         frozen = [n for n in own.frozen if partner.get(n, n) in trained]
         none = [n for n in own.without_gradient if partner.get(n, n) in other.gradients and n not in frozen]
         for names, why in ((frozen, "does not train"), (none, "has no gradient for")):
@@ -289,8 +292,10 @@ def _sum_of_ranks(
     paired: Mapping[str, str],
     baseline: UpdateDescription,
     target: Sequence[UpdateDescription],
-) -> str | None:
-    """A sentence if the gradients of the target's ranks add up to the baseline's, or average to it."""
+) -> tuple[str, int] | None:
+    """A sentence if the gradients of the target's ranks add up to the baseline's, or average to it; and how many such
+    gradients as the baseline's would add up to as much.
+    """
     limits = {line.name: max(line.limit, _SUM) for line in over}
     for what, divisor in (("sum", 1), ("average", len(target))):
         fits = {}
@@ -313,10 +318,11 @@ def _sum_of_ranks(
         if fits and all(fits.values()):
             ranks = spans(range(len(target)))
             names = first_of([*fits], _SHOWN)
-            return (
+            sentence = (
                 f"The target's ranks {ranks} {what} to the baseline's gradient of {names}, and each has only its "
                 "part: a reduction over the ranks is missing."
             )
+            return sentence, len(target) // divisor
     return None
 
 
@@ -385,12 +391,21 @@ def _where(
     """Sentences on where gradients begin to differ: at the loss, or after the backward passes."""
     sentences = []
     ours, theirs = baseline[0], target[0]
-    if not _common_results(ours, theirs) and (losses := _compared_losses(baseline, target, paired)) is not None:
+    common = _common_results(ours, theirs)
+    factor = _factor_of_loss(ours, theirs)
+    if numbers := _single_numbers(ours, theirs):
+        # Any two numbers have a factor. Only a count, as of micro-batches, tells about the loss.
+        common = common if factor is not None and _is_count(factor) else {}
+    if not common and (losses := _compared_losses(baseline, target, paired)) is not None:
         # A small mistake in a value may move the loss by less than the limit.
         how = "hardly differ, apart from a factor for ranks or passes" if losses.agree else "differ"
         sentences.append(f"The losses from which the backward passes begin {how}: {losses.shown}.")
-    for one, other in [*_common_results(ours, theirs).values()][:1]:
-        factor = _factor_of_loss(ours, theirs)
+    if numbers and not common:
+        sentences.append(
+            f"Of the gradients of the loss with respect to the model's results, only those of single numbers were "
+            f"compared ({first_of(numbers, _SHOWN)}), because the other results have different shapes on the two sides."
+        )
+    for one, other in [*common.values()][:1]:
         limit = max(assumed_floor([one.dtype, other.dtype])[0], _SUM)
         if factor is not None and abs(factor - 1) > limit:
             sentences.append(
@@ -400,7 +415,7 @@ def _where(
             )
         elif factor is None:
             sentences.append(_of_differing_loss(ours, theirs))
-        elif all(math.prod(each.shape) == 1 for each, _ in _common_results(ours, theirs).values()):
+        elif all(math.prod(each.shape) == 1 for each, _ in common.values()):
             sentences.append("The models return single numbers, such as their losses, from which the gradients differ.")
         else:
             sentences.append("The gradients of the loss with respect to the model's results agree.")
@@ -424,6 +439,26 @@ def _where(
             f"{after:.4g}, as clipping, a scaler or an average does."
         )
     return sentences
+
+
+def _single_numbers(baseline: UpdateDescription, target: UpdateDescription) -> list[str]:
+    """What was compared of the gradients of the results, in words, if that is single numbers, and the rest was not."""
+    common = _common_results(baseline, target)
+    is_all = {*common} == {*baseline.of_results, *target.of_results}
+    if is_all or any(math.prod(one.shape) != 1 for one, _ in common.values()):
+        return []
+    times = baseline.scale / target.scale
+    return [
+        f"{place}: {factor * times:.4g} times the baseline's"
+        for place, (one, other) in common.items()
+        if (factor := _factor(one, other)) is not None
+    ]
+
+
+def _is_count(factor: float) -> bool:
+    """Whether a factor is a whole number, or one divided by a whole number."""
+    larger = max(factor, 1 / factor)
+    return abs(larger - round(larger)) <= _SUM * larger
 
 
 def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -> str:

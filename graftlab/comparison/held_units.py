@@ -42,11 +42,22 @@ class HeldUnits:
 
     @property
     def behind(self) -> Side | None:
-        """The side that calls its model once more while the other already makes its update."""
+        """The side that calls its model once more while the other already makes its update.
+
+        Or the side that still makes an update without a call since its last one, as the second of two optimizers does,
+        while the other makes none, or one that follows a call.
+        """
+        for side in SIDES:
+            if self._continues(side) and not self._continues(other_side(side)):
+                return side
         for side in SIDES:
             if self.holds(side, CallDescription) and self.holds(other_side(side), UpdateDescription):
                 return side
         return None
+
+    def _continues(self, side: Side) -> bool:
+        """Whether all ranks of a side hold an update without a call since their last one."""
+        return all(isinstance(each, UpdateDescription) and each.number > 1 and not each.calls for each in self.of(side))
 
     @property
     def raising(self) -> list[tuple[Side, CallDescription]]:

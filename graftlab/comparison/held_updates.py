@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of
-from graftlab.base.text import first_of
+from graftlab.base.text import counted, first_of, listed
 from graftlab.base.world import SIDES, other_side
 from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, restore_plan
+from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import show_inputs, take_inputs
+from graftlab.ranks.held_call import divide_gradients, repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
@@ -29,6 +32,12 @@ if TYPE_CHECKING:
 
 # Rounding in earlier updates may have moved weights and states apart.
 _DRIFT = 100.0
+# The same update, from gradients that are summed in another order, differs by less than this part of it.
+_OF_UPDATE = 0.01
+_ADDED_UP = (
+    "Each of the target's ranks has its part of the gradients when the step begins; the step adds them up, and from "
+    "equal weights and state both sides compute"
+)
 
 
 def judge_held_updates(
@@ -51,13 +60,24 @@ def judge_held_updates(
         given = session.run(show_inputs, show_inputs).frame
     finally:
         restore_plan(session)
-    taken = take_equal_inputs(session)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
-    verdict = repeats.verdict(choice, explain=False)
+    of_parts = None
+    if gradients.parts and repeats.in_place:
+        of_parts = _update_from_parts(session, gradients.named, choice.threshold)
+    taken = take_equal_inputs(session)
+    small = None
+    if of_parts is not None:
+        # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
+        session.run(None, partial(divide_gradients, gradients.parts))
+        small = _small_difference(session, choice.threshold)
+        gradients = replace(gradients, sentences=(), named=())
+        verdict = Verdict(Findings(of_parts, choice.threshold, len(target)), 1)
+    else:
+        # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
+        verdict = repeats.verdict(choice, explain=False)
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
         "computes a different update. Do not rely on anything below."
@@ -67,12 +87,14 @@ def judge_held_updates(
     settings = _differing_settings(baseline[0], target[0], rows)
     # A trainer's own optimizer may compute the same: its class alone is no difference.
     classes = _differing_classes(baseline[0], target[0])
-    parted = _parted(rows)
+    parted = [*_without_state(given, rows, baseline[0], target[0]), *_parted(rows)]
     remarks = [*moved, *parted, *gradients.sentences, *classes, *settings]
     findings = verdict.findings
     computed = bool(findings.named)
     has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
-    if not computed:
+    if of_parts is not None:
+        remarks.append(f"{_ADDED_UP} {'a different' if computed else 'the same'} update.")
+    elif not computed:
         remarks.append("From equal weights, gradients and state both sides compute the same update.")
     elif has_closure:
         remarks.append("From equal weights and state both sides compute different steps.")
@@ -93,18 +115,29 @@ def judge_held_updates(
     if answer == "agree" and not has_closure and not has_gradients:
         answer = "inconclusive"
         remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
+    if answer == "agree" and small is not None:
+        answer = "inconclusive"
+        remarks.insert(0, small)
     if answer == "agree" and gradients.losses:
         answer = "inconclusive"
         remarks.insert(0, gradients.losses)
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
-    lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows)
-    if answer == "agree" and lacking:
+    lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows, proposal is not None)
+    apart = _updated_elsewhere(baseline[0], target[0], rows)
+    left_to_next_update = False
+    if answer == "agree" and apart:
+        answer = "inconclusive"
+        remarks[:0] = ["All that was compared agrees.", *apart, *lacking]
+        left_to_next_update = not lacking
+    elif answer == "agree" and lacking:
         answer = "inconclusive"
         remarks[:0] = ["All that was compared agrees.", *lacking]
     elif answer == "differ":
-        remarks += lacking
-    return Comparison(findings, verdict.runs, session, proposal, answer, tuple(remarks))
+        remarks += [*apart, *lacking]
+    return Comparison(
+        findings, verdict.runs, session, proposal, answer, tuple(remarks), left_to_next_update=left_to_next_update
+    )
 
 
 def _pairs_of_states(
@@ -134,10 +167,78 @@ def _is_like_weight(update: UpdateDescription, name: str, key: str) -> bool:
     return name in update.gradients and update.states[name][key] == update.gradients[name].shape
 
 
-def take_equal_inputs(session: Session) -> pd.DataFrame:
-    """Let repetitions of the target's held update begin with the baseline's values; returns the rows of the grafts."""
+def _update_from_parts(session: Session, names: Sequence[str], threshold: float) -> pd.DataFrame | None:
+    """The weights after an update from the ranks' own parts of the gradients, in the form of a verdict's frame.
+
+    None if some of these weights were not compared, or most differ: then the target's step does not add up the parts.
+    """
+    take_equal_inputs(session, "kind != 'param_grad'")
     try:
-        lend_plan(session, b2t="True", t2b=None, compare="True", keep=None)
+        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
+        # How far the update moves each weight: its error may be small beside the weight.
+        moved, after = (_weights_after(session, each) for each in (show_unchanged, repeat_call))
+    finally:
+        restore_plan(session)
+    sizes = {_place(row): row["rel_l2"] or 0.0 for row in records(moved)}
+    rows = records(after)
+    compared = {row["name"] for row in rows}
+    differing = {
+        row["name"]
+        for row in rows
+        if row["nonfinite_differ"] or not (row["rel_l2"] or 0.0) <= _OF_UPDATE * sizes.get(_place(row), 0.0)
+    }
+    if not {*names} <= compared or 2 * len(differing) >= len(compared):
+        return None
+    frame = added_frame(after, {}, constant=assumed_floor(after["dtype"].dropna())[0])
+    is_named = frame["name"].isin(differing)
+    # A verdict names what is above the threshold, and here that is a part of the update, not of the weight.
+    floor = frame["name"].map({row["name"]: _OF_UPDATE * sizes.get(_place(row), 0.0) / threshold for row in rows})
+    ratio = (frame["added"] / floor).where(is_named, 0.0)
+    return frame.assign(
+        label=is_named.map({True: "culprit", False: "clean"}),
+        floor=floor,
+        ratio=ratio.mask(is_named & ~(ratio > threshold), math.inf),
+    )
+
+
+def _small_difference(session: Session, threshold: float) -> str | None:
+    """A sentence if, from gradients that add up to the baseline's, the updated weights differ by more than rounding."""
+    try:
+        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
+        rows = records(_weights_after(session, repeat_call))
+    finally:
+        restore_plan(session)
+    apart = {
+        row["name"]: row["rel_l2"] or 0.0
+        for row in rows
+        if not (row["rel_l2"] or 0.0) <= threshold * assumed_floor([coarser_dtype(row)])[0]
+    }
+    if not apart:
+        return None
+    return (
+        f"The updates agree to {_OF_UPDATE:.0%} of themselves. From gradients that add up to the baseline's, "
+        f"{first_of([*apart], 4)} still {'differs' if len(apart) == 1 else 'differ'} by more than rounding (rel_l2 "
+        f"{max(apart.values()):.2g}), as where gradients are sent in 16 bits, or a term such as weight decay differs."
+    )
+
+
+def _weights_after(session: Session, target: Callable[[], Any]) -> pd.DataFrame:
+    """The rows of the weights that the baseline's update and this function of the target show."""
+    frame = session.run(repeat_call, target).frame
+    return frame[frame["status"].isin(MEASURED) & (frame["tags"].map(kind_of) == "param")]
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["name"], row.get("target_name"), row["rank"]
+
+
+def take_equal_inputs(session: Session, which: str = "True") -> pd.DataFrame:
+    """Let repetitions of the target's held update begin with the baseline's values; returns the rows of the grafts.
+
+    ``which`` is a filter that chooses the inputs.
+    """
+    try:
+        lend_plan(session, b2t=which, t2b=None, compare="True", keep=None)
         return session.run(take_inputs, take_inputs).frame
     finally:
         restore_plan(session)
@@ -173,12 +274,16 @@ def _model_inherits(findings: Findings) -> Findings:
 
 
 def _without_partner(
-    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], rows: Sequence[Mapping[str, Any]]
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    rows: Sequence[Mapping[str, Any]],
+    are_matched: bool,
 ) -> list[str]:
     """A sentence on each side's weights whose gradients were not compared, and so neither were their updates."""
     pairs = [
         (row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param_grad"
     ]
+    shares, advice = ("name or values", "") if are_matched else ("name", "; --match pairs weights by value")
     sentences = []
     for place, (side, own) in enumerate(zip(SIDES, (baseline, target), strict=True)):
         known = {pair[place] for pair in pairs}
@@ -187,7 +292,24 @@ def _without_partner(
         if left:
             sentences.append(
                 f"The gradients of {len(left)} of the {side}'s {len(trained)} weights were not compared, because no "
-                f"weight of the {other_side(side)} has the same name or values: {first_of(left, 4)}."
+                f"weight of the {other_side(side)} has the same {shares}: {first_of(left, 4)}{advice}."
+            )
+    return sentences
+
+
+def _updated_elsewhere(
+    baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """A sentence on the weights that one side's held step updates, and another optimizer of the other side."""
+    pairs = [(row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param"]
+    sentences = []
+    for place, (side, own, other) in enumerate((("baseline", baseline, target), ("target", target, baseline))):
+        not_here = {*other.elsewhere, *other.frozen}
+        names = [pair[0] for pair in pairs if pair[place] in own.elsewhere and pair[1 - place] not in not_here]
+        if names:
+            sentences.append(
+                f"The update of {first_of([*names], 4)} was not compared in this step: on the {side} another optimizer "
+                f"than this {own.optimizer} updates them. The weights before the next update show the result."
             )
     return sentences
 
@@ -196,15 +318,47 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences on weights and states that differ before the update by more than earlier updates' rounding."""
     sentences: list[str] = []
     for kind, what in (("param", "The weights already differ"), ("optimizer", "The optimizer's state already differs")):
-        differing = [
-            row["name"]
-            for row in rows
-            if kind_of(row["tags"]) == kind
-            and (row["nonfinite_differ"] or not (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row)))
-        ]
+        differing = [row["name"] for row in rows if kind_of(row["tags"]) == kind and not _is_rounding(row)]
         if differing:
             sentences.append(f"{what} before this update: {first_of([*differing], 4)}.")
     return sentences
+
+
+def _without_state(
+    given: pd.DataFrame,
+    rows: Sequence[Mapping[str, Any]],
+    baseline: UpdateDescription,
+    target: UpdateDescription,
+) -> list[str]:
+    """A sentence on each optimizer that has no state of weights of which the other, of the same class, has."""
+    if baseline.optimizer != target.optimizer:
+        return []
+    pairs = [(row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param"]
+    states = given[given["tags"].map(kind_of) == "optimizer"]
+    compared = {name.rpartition(".")[0] for name in states.loc[states["status"].isin(MEASURED), "name"]}
+    # A fused weight's state has no partner, but is there.
+    alone = [
+        {name.rpartition(".")[::2] for name in states.loc[states["status"] == status, "name"]}
+        for status in ("unmatched", "missing")
+    ]
+    sentences = []
+    for place, side in enumerate(SIDES):
+        lacking = {weight for weight, _ in alone[place]}
+        own = {weight for weight, _ in alone[1 - place]}
+        partners = {pair[place]: pair[1 - place] for pair in pairs if pair[0] not in compared}
+        names = [each for each in partners if each in lacking and partners[each] not in own]
+        if names:
+            keys = sorted({key for weight, key in alone[place] if weight in names})
+            sentences.append(
+                f"Before this update the {other_side(side)}'s {target.optimizer} has no state of "
+                f"{counted(len(names), 'weight')} ({first_of(names, 2)}), and the {side}'s has {listed(keys)}."
+            )
+    return sentences
+
+
+def _is_rounding(row: Mapping[str, Any]) -> bool:
+    """Whether two tensors differ by no more than earlier updates' rounding."""
+    return not row["nonfinite_differ"] and (row["rel_l2"] or 0.0) <= _DRIFT * roundoff(coarser_dtype(row))
 
 
 def _not_taken(taken: pd.DataFrame) -> list[str]:

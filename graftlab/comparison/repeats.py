@@ -64,7 +64,12 @@ class JudgingChoice:
 
 
 class Repeats:
-    """Makes the runs of a judgement by repeating the ranks' held calls."""
+    """Makes the runs of a judgement by repeating the ranks' held calls.
+
+    ``in_place`` says that the ranks can repeat what they hold by themselves.
+    """
+
+    in_place = True
 
     def __init__(self, session: Session) -> None:
         self.session = session

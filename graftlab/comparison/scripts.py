@@ -237,6 +237,8 @@ class _HeldInTurn:
                 if self._in_other_order is not None and self._needs["baseline"] != self._needs["target"]:
                     return self._with(self._in_other_order, ())
                 compared = self._judge_update(held)
+                if compared.answer == "agree" or compared.left_to_next_update:
+                    self._clear_updates()
                 if compared.answer == "inconclusive" and self._may_follow(held, compared):
                     self._undecided_updates[self._updates] = compared
                     compared = replace(compared, answer="agree")
@@ -291,6 +293,10 @@ class _HeldInTurn:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         if self._in_parts is not None and not self._updates:
             return self._with(self._in_parts, (_ONLY_PARTS, *remarks), "inconclusive")
+        if self._updates > 1 and all(each.left_to_next_update for each in self._undecided_updates.values()):
+            # No further update shows whether the weights of the last one agree; the others do.
+            self._updates -= len(self._undecided_updates)
+            self._undecided_updates.clear()
         undecided = [*self._undecided.values(), *self._undecided_updates.values()]
         compared = next(iter(undecided), self._compared)
         remarks = [*remarks, *self._left_elsewhere(compared)]
@@ -525,6 +531,12 @@ class _HeldInTurn:
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         return _followed_by(compared, self._left_to_updates)
+
+    def _clear_updates(self) -> None:
+        """Let earlier updates by different sets of optimizers agree, since the weights agree before a later update."""
+        for number, update in [*self._undecided_updates.items()]:
+            if update.left_to_next_update:
+                del self._undecided_updates[number]
 
     def _refused(self, compared: Comparison) -> Comparison:
         """The comparison with the reason why the scripts were not started again."""

@@ -66,6 +66,8 @@ class StartedScripts(Repeats):
     weights there.
     """
 
+    in_place = False
+
     def __init__(self, session: Session, start: Callable[[], Sequence[RankHandle]], *, training: bool) -> None:
         super().__init__(session)
         self.starts = 0

@@ -385,9 +385,20 @@ class _Admission:
             if any(label.startswith(side) for label in missing):
                 parts.append(
                     f"The output of the {side} `{process.command.text}` ends:\n{process.last_lines()}"
-                    f"{self._other_models(side)}"
+                    f"{self._other_models(side)}{self._other_ranks(side, missing)}"
                 )
         return ". ".join(parts)
+
+    def _other_ranks(self, side: Side, missing: Sequence[str]) -> str:
+        """A sentence on the ranks of this side that wait in their first call, for which others may wait."""
+        waiting = [label for label in self._joined if label.startswith(side)]
+        if not waiting:
+            return ""
+        return (
+            f" Meanwhile {', '.join(waiting)} waits in a first call, which is held. If that is what the others wait "
+            "for, as the next stage of a pipeline does, these calls cannot be compared: run all stages in one process, "
+            "or join both programs to a session as jobs."
+        )
 
     def _accept(self, connection: socket.socket) -> None:
         connection.settimeout(_HANDSHAKE_LIMIT)

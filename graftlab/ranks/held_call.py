@@ -693,9 +693,19 @@ def show_inputs() -> None:
     held_update().show_inputs()
 
 
+def show_unchanged() -> None:
+    """Tap the weights without making the held update; see :meth:`HeldUpdate.show_unchanged`."""
+    held_update().show_unchanged()
+
+
 def take_inputs() -> None:
     """Let repetitions of the held update begin with the taps' results; see :meth:`HeldUpdate.take_inputs`."""
     held_update().take_inputs()
+
+
+def divide_gradients(by: int) -> None:
+    """Divide the gradients of the held update; see :meth:`HeldUpdate.divide_gradients`."""
+    held_update().divide_gradients(by)
 
 
 def keep_inputs() -> None:

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +23,8 @@ from graftlab.taps.watch import Watch, weights_of
 
 # Elements of a gradient that are kept for a closer look.
 _MOST_ELEMENTS = 4096
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class UpdateDescription:
     ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
     the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
     backward passes left before anything else changed them, and ``previous`` those of the last update. ``of_results``
-    are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that the optimizer
-    lacks, ``without_gradient`` those of its weights that no gradient reached. ``scale`` is a gradient scaler's factor
+    are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that no optimizer of
+    the process has, ``elsewhere`` those that only others have, and ``without_gradient`` those of this one's weights
+    that no gradient reached. ``scale`` is a gradient scaler's factor
     in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin. ``of_shards`` are
     this rank's parts of sharded gradients, as the last backward pass left them and as the optimizer reads them.
     ``states`` has, by weight, the shapes of the tensors that the optimizer keeps for it after the step.
@@ -79,6 +82,7 @@ class UpdateDescription:
     losses: tuple[float, ...] = ()
     of_shards: tuple[tuple[TensorSample, TensorSample], ...] = ()
     states: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
 
 
 class GradientWatch:
@@ -191,7 +195,9 @@ class HeldUpdate:
     def __call__(self) -> dict[str, torch.Tensor]:
         if self._watched is None:
             # The description has the settings by weight, in whatever number and order each side has its weights.
-            self._watched = watch_steps(self._model, self._optimizer, settings=False)
+            self._watched = watch_steps(
+                self._model, self._optimizer, exclude=self._elsewhere().__contains__, settings=False
+            )
             if self._watch_calls is not None:
                 self._watched_calls = self._watch_calls(self._model)
         self._base.restore()
@@ -209,7 +215,7 @@ class HeldUpdate:
     def describe(self) -> UpdateDescription:
         """Describe the update's inputs, and whether its repetition gives the same result."""
         weights = self._weights()
-        held_by_optimizer = {id(w) for group in self._optimizer.param_groups for w in group["params"]}
+        held_by_optimizer = {id(w) for w in _weights_in(self._optimizer)}
         scale = scale_of(self._optimizer)
         read = {
             name: w.grad if scale is None else w.grad / scale.to(w.grad.device)
@@ -220,6 +226,7 @@ class HeldUpdate:
         has_closure = self._watch_calls is not None
         once, twice = ([], []) if has_closure else (self._results(), self._results())
         accumulated, shards = self._gradients.accumulated, self._gradients.of_shards
+        elsewhere = self._elsewhere()
         return UpdateDescription(
             type(self._optimizer).__name__,
             self._number,
@@ -230,7 +237,11 @@ class HeldUpdate:
             self._previous,
             dict(self._gradients.of_results),
             {name: str(w.dtype).removeprefix("torch.") for name, w in weights.items()},
-            tuple(name for name, w in weights.items() if not w.requires_grad or id(w) not in held_by_optimizer),
+            tuple(
+                name
+                for name, w in weights.items()
+                if not w.requires_grad or (id(w) not in held_by_optimizer and name not in elsewhere)
+            ),
             tuple(name for name, w in weights.items() if id(w) in held_by_optimizer and w.grad is None),
             not all(torch.equal(a, b) for a, b in zip(once, twice, strict=True)),
             _scale_of_losses(),
@@ -242,6 +253,7 @@ class HeldUpdate:
                 if id(w) in shards and name in read
             ),
             self._states,
+            elsewhere,
         )
 
     def show_inputs(self) -> None:
@@ -260,9 +272,25 @@ class HeldUpdate:
                     handler.tap(f"{name}.{key}", value, None, {"kind": "optimizer"})
         tap_gradients(handler, self._optimizer, reversed(weights.items()))
 
+    def show_unchanged(self) -> None:
+        """Tap the weights as if after the update, without making it."""
+        self._base.restore()
+        handler, elsewhere = tap_handler(), self._elsewhere()
+        for name, weight in self._weights().items():
+            if handler is not None and name not in elsewhere and weight.requires_grad:
+                handler.tap(name, weight, None, {"kind": "param", "updated": True})
+
     def take_inputs(self) -> None:
         """Tap the update's inputs, and let repetitions begin with the taps' results."""
         self.show_inputs()
+        self._base = StateSnapshot([self._optimizer], weights=True)
+
+    def divide_gradients(self, by: int) -> None:
+        """Let repetitions begin with the gradients divided by a number, for a step that adds them up over ranks."""
+        self._base.restore()
+        for weight in self._weights().values():
+            if weight.grad is not None:
+                weight.grad.div_(by)
         self._base = StateSnapshot([self._optimizer], weights=True)
 
     def keep_inputs(self) -> None:
@@ -289,6 +317,14 @@ class HeldUpdate:
         self._base.restore()
         return shown
 
+    def _elsewhere(self) -> tuple[str, ...]:
+        """The names of the weights that only other optimizers of this process have, such as Adam beside Muon."""
+        own = {id(w) for w in _weights_in(self._optimizer)}
+        left = {name: id(w) for name, w in self._weights().items() if w.requires_grad and id(w) not in own}
+        # A model does not know its optimizers.
+        known = {id(w) for each in _living(torch.optim.Optimizer) for w in _weights_in(each)} if left else set()
+        return tuple(name for name, each in left.items() if each in known)
+
     def _unwatch(self) -> None:
         if self._watched is not None:
             self._watched.remove()
@@ -301,10 +337,18 @@ class HeldUpdate:
         return weights_of(self._model, "", lambda name, kind: True, lambda name, kind: False, buffers=False)
 
 
+def _living(kind: type[_Kind]) -> list[_Kind]:
+    return [each for each in gc.get_objects() if isinstance(each, kind)]
+
+
+def _weights_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def _scale_of_losses() -> float:
     """The factor of the one gradient scaler in this process; 1 without one, or with several."""
     # An optimizer does not know its scaler.
-    scalers = [each for each in gc.get_objects() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+    scalers = [each for each in _living(torch.amp.GradScaler) if each.is_enabled()]
     return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
 
 

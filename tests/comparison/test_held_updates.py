@@ -346,6 +346,11 @@ def test_a_weight_that_only_one_side_trains_is_named(side: str) -> None:
         ours, theirs = (lacks, both) if side == "baseline" else (both, lacks)
         found = judge_gradients([row("w", 0, whole, whole)], [ours], [theirs], {})
         assert found.sentences == (f"{said} {other} does.",)
+    # Another optimizer may train it.
+    lacks = replace(description({"w": whole}), frozen=("v",))
+    elsewhere = replace(both, elsewhere=("v",))
+    ours, theirs = (lacks, elsewhere) if side == "baseline" else (elsewhere, lacks)
+    assert judge_gradients([row("w", 0, whole, whole)], [ours], [theirs], {}).sentences == ()
     # Neither has a gradient there.
     alike = replace(description({"w": whole}), without_gradient=("v",), frozen=("u",))
     assert judge_gradients([row("w", 0, whole, whole)], [alike], [alike], {}).sentences == ()
@@ -637,6 +642,21 @@ def test_the_gradient_of_a_returned_loss_does_not_show_that_the_loss_agrees() ->
     told = "The models return single numbers, such as their losses, from which the gradients differ."
     assert told in found.sentences
     assert not any("results agree" in each for each in found.sentences)
+
+
+@pytest.mark.parametrize("factor", [1.93, 2.0])
+def test_a_single_number_beside_other_results_shows_a_factor_only_if_it_is_a_count(factor: float) -> None:
+    """Such as the temperature beside features, of which each rank has its part."""
+    whole, count = drawn(0), torch.tensor(3.0)
+    ours = replace(description({"w": whole}), of_results=samples(scale=count, x=torch.ones(4)), losses=(1.0,))
+    theirs = replace(
+        description({"w": 1.5 * whole}), of_results=samples(scale=factor * count, x=torch.ones(2)), losses=(3.0,)
+    )
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    told = "only those of single numbers were compared (scale: 1.93 times the baseline's)"
+    assert any(told in each for each in found.sentences) is (factor == 1.93), found.sentences
+    assert any("begin differ: 1 on the baseline, 3 on" in each for each in found.sentences) is (factor == 1.93)
+    assert any("results are 2 times" in each for each in found.sentences) is (factor == 2.0)
 
 
 def test_gradients_of_results_at_right_angles_have_no_factor() -> None:

@@ -75,6 +75,28 @@ def test_parts_of_gradients_are_cleared_by_an_update_alone(turns: Any) -> None:
     assert turns._concluded().answer == "agree"
 
 
+@pytest.mark.parametrize("ahead", [call(number=2), update(number=2, calls=1), ScriptEnd()])
+def test_the_second_of_two_optimizers_follows_before_the_other_side_continues(ahead: Any) -> None:
+    second = update(number=2, calls=0)
+    assert held(second, ahead).behind == "baseline"
+    assert held(ahead, second).behind == "target"
+    assert held(second, second).behind is None
+
+
+def test_an_update_by_other_optimizers_agrees_once_a_later_one_does(turns: Any) -> None:
+    part = replace(compared("inconclusive"), left_to_next_update=True)
+    turns._updates, turns._undecided_updates = 3, {1: part, 2: compared("inconclusive"), 3: part}
+    turns._clear_updates()
+    assert [*turns._undecided_updates] == [2]
+    assert turns._concluded().answer == "inconclusive"
+    # No further update shows whether the last one agrees.
+    turns._undecided_updates = {3: part}
+    found = turns._concluded()
+    assert (found.answer, found.remarks[0]) == ("agree", "2 updates of the weights agree.")
+    turns._updates, turns._undecided_updates = 1, {1: part}
+    assert turns._concluded().answer == "inconclusive"
+
+
 class Started:
     """Scripts that are started again for each run."""
 

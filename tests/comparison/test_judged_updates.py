@@ -16,7 +16,7 @@ from graftlab.comparison.held_updates import _differing_settings, judge_held_upd
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import show_inputs, take_inputs
+from graftlab.ranks.held_call import repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
@@ -33,6 +33,8 @@ def update(**more: Any) -> UpdateDescription:
         "gradients": {"w": None},
         "dtypes": {"w": "float32"},
         "states": {},
+        "frozen": (),
+        "elsewhere": (),
     }
     made.__dict__.update({**usual, **more})
     return made
@@ -54,11 +56,12 @@ GIVEN = (("w", "param", 0.0), ("w", "param_grad", 0.0))
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is given, and what was done."""
     made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], gradients=GradientFindings(), named=())
-    made.data, made.following = [], ()
+    made.data, made.following, made.after, made.moved = [], (), None, None
 
     def run(*functions: Any) -> Any:
         made.done.append(functions)
-        return SimpleNamespace(frame=made.given if functions == (show_inputs, show_inputs) else made.taken)
+        frames: dict[Any, Any] = {show_inputs: made.given, repeat_call: made.after, show_unchanged: made.moved}
+        return SimpleNamespace(frame=frames.get(functions[1], made.taken))
 
     session: Any = SimpleNamespace(run=run, plan=SimpleNamespace(pairs=()))
     monkeypatch.setattr(held_updates, "lend_plan", lambda session, **plan: made.done.append(dict(sorted(plan.items()))))
@@ -74,7 +77,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Verdict(Findings(labels, 5.0, 1, data=made.data, following=made.following), 3)
 
     made.taps = [("w", "param")]
-    made.repeats = SimpleNamespace(session=session, verdict=verdict)
+    made.repeats = SimpleNamespace(session=session, verdict=verdict, in_place=True)
     return made
 
 
@@ -128,6 +131,62 @@ def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(sid
     compared = judged(made, *((moved, None) if side == "baseline" else (None, moved)))
     assert compared.answer == "inconclusive"
     assert compared.remarks[0].startswith(f"The {side}'s step of AdamW cannot be replayed")
+
+
+@pytest.mark.parametrize("apart", [1e-6, 1e-4])
+def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apart: float, made: Any) -> None:
+    made.gradients = GradientFindings(sentences=("A reduction is missing.",), named=("w",), parts=2)
+    made.after, made.moved = rows(("w", "param", apart)), rows(*((name, "param", 1e-3) for name in "wuv"))
+    compared = judged(made)
+    assert {"b2t": "kind != 'param_grad'", "compare": "True", "keep": None, "t2b": None} in made.done
+    if apart < 1e-5:
+        assert (compared.answer, compared.named) == ("agree", [])
+        assert compared.remarks[0].startswith("Each of the target's ranks has its part of the gradients when the step")
+    else:
+        assert (compared.answer, compared.named) == ("differ", ["w@param_grad"])
+        assert compared.remarks[0] == "A reduction is missing."
+    # The script continues with equal gradients.
+    assert any(isinstance(each, tuple) and each[0] is None for each in made.done) is (apart < 1e-5)
+    # A weight that was not compared shows nothing.
+    made.after = rows(("v", "param", 0.0))
+    assert judged(made).answer == "differ"
+    # Of most weights the update agrees, so the step adds up the parts.
+    made.after = rows(("w", "param", 1e-4), *((name, "param", 0.0) for name in "uv"))
+    compared = judged(made)
+    assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    # A difference that is small beside the weight, and not beside its update.
+    made.after = rows(("w", "param", 1.1e-6), *((name, "param", 0.0) for name in "uv"))
+    made.moved = rows(*((name, "param", 1e-5) for name in "wuv"))
+    assert "The update of the weight w is computed differently" in judged(made).text
+    assert compared.remarks[0].endswith("from equal weights and state both sides compute a different update.")
+    made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
+    assert judged(made).answer == "differ"
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side: str, made: Any) -> None:
+    split = update(elsewhere=("w",), optimizer="Muon")
+    compared = judged(made, *((split, None) if side == "baseline" else (None, split)))
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", True)
+    assert compared.remarks[1].startswith(f"The update of w was not compared in this step: on the {side} another optim")
+    both = judged(made, split, split)
+    assert (both.answer, both.left_to_next_update) == ("agree", False)
+    frozen = update(frozen=("w",))
+    assert judged(made, *((split, frozen) if side == "baseline" else (frozen, split))).answer == "agree"
+
+
+@pytest.mark.parametrize(("side", "status"), [("baseline", "missing"), ("target", "unmatched")])
+def test_an_optimizer_without_the_state_that_the_other_one_has_is_named(side: str, status: str, made: Any) -> None:
+    states = rows(("w.exp_avg", "optimizer", 0.0), ("w.step", "optimizer", 0.0), status=status)
+    made.given = pd.concat([made.given, states], ignore_index=True)
+    compared = judged(made)
+    other = "target" if side == "baseline" else "baseline"
+    said = (
+        f"Before this update the {side}'s AdamW has no state of 1 weight (w), and the {other}'s has exp_avg and step."
+    )
+    assert (compared.answer, compared.remarks[0]) == ("differ", said)
+    # Other optimizers may call theirs something else, or keep it elsewhere.
+    assert judged(made, theirs=update(optimizer="OwnAdamW")).answer == "agree"
 
 
 def test_optimizers_of_other_classes_that_compute_the_same_update_agree(made: Any) -> None:
@@ -184,13 +243,16 @@ def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> N
     left = "The gradients of 1 of the {}'s 2 weights were not compared, because no weight of the {} has the same name"
     assert compared.remarks[:3] == (
         "All that was compared agrees.",
-        f"{left.format('baseline', 'target')} or values: v.",
-        f"{left.format('target', 'baseline')} or values: qkv.",
+        f"{left.format('baseline', 'target')}: v; --match pairs weights by value.",
+        f"{left.format('target', 'baseline')}: qkv; --match pairs weights by value.",
     )
     made.gradients = GradientFindings(sentences=("A gradient differs.",), named=("w",))
     compared = judged(made, ours)
     assert (compared.answer, compared.remarks[0]) == ("differ", "A gradient differs.")
-    assert compared.remarks[-1] == f"{left.format('baseline', 'target')} or values: v."
+    assert compared.remarks[-1] == f"{left.format('baseline', 'target')}: v; --match pairs weights by value."
+    proposal: Any = SimpleNamespace()
+    matched = judge_held_updates(made.repeats, [ours], [update()], JudgingChoice(), proposal, {})
+    assert matched.remarks[-1] == f"{left.format('baseline', 'target')} or values: v."
 
 
 def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:

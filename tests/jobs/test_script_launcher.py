@@ -288,18 +288,20 @@ def test_an_admitted_rank_gets_the_other_ends_of_its_connections_in_their_order(
 
 def test_a_rank_that_waits_for_others_in_vain_ends_with_its_command(tmp_path: Path) -> None:
     process = started(tmp_path, "exec sleep 1000")
-    admission = _Admission([process], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
+    admission = _Admission([process], LaunchOptions(1, 2), GraftPlan(), WatchChoice(), tmp_path)
 
     def join(*_: Any) -> None:
         if not admission._joined:
-            asked(admission, HoldRequest("target", 0, 1, os.getpid(), "cpu", "gloo"))
+            asked(admission, HoldRequest("target", 0, 2, os.getpid(), "cpu", "gloo"))
 
     with Rendezvous(tmp_path) as place, place.locked():
         listener = place.listen()
         assert listener is not None
-        with listener, pytest.raises(gl.LaunchError, match=r"baseline\[0\].* had not called a model within 0 s"):
+        with listener, pytest.raises(gl.LaunchError, match=r"target\[1\] had not called a model within 0 s") as raised:
             admission.wait(listener, 0.0, join)
     assert process.has_ended
+    # The next stage of a pipeline waits for a call that is held.
+    assert "Meanwhile target[0] waits in a first call" in str(raised.value)
 
 
 def test_what_is_no_request_to_hold_a_call_is_answered_so(tmp_path: Path) -> None:

@@ -98,6 +98,17 @@ def test_a_script_continues_with_what_was_taken_if_it_is_kept(model: nn.Linear) 
     assert model.bias.item() == 5.0
 
 
+def test_repetitions_begin_with_divided_gradients_until_the_script_continues(model: nn.Linear) -> None:
+    held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
+    before = model.bias.item()
+    held.divide_gradients(2)
+    held()
+    assert model.bias.item() == pytest.approx(before - 1.5)
+    held.end()
+    assert model.bias.grad is not None
+    assert model.bias.grad.item() == 3.0
+
+
 def test_gradients_with_the_factor_of_a_scaler_are_shown_without_it(model: nn.Linear) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
@@ -136,6 +147,27 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     assert (found.not_repeated, found.has_closure, found.scale) == (False, False, 1.0)
     watch.begin_step()
     assert (watch.accumulated, watch.of_results) == ({}, {})
+
+
+def test_weights_of_another_optimizer_are_neither_frozen_nor_tapped(model: nn.Linear) -> None:
+    other = torch.optim.SGD([model.bias], 0.1)
+    held = update_of(model, torch.optim.SGD([model.weight], 0.1))
+    taps = Taps()
+    with handled_by(taps):
+        held()
+    assert ("bias", "param") not in taps.shown
+    assert ("weight", "param") in taps.shown
+    found = held.describe()
+    assert (found.frozen, found.elsewhere) == ((), ("bias",))
+    taps.shown.clear()
+    before = model.weight.tolist()
+    with handled_by(taps):
+        held.show_unchanged()
+    assert (taps.shown, model.weight.tolist()) == ([("weight", "param")], before)
+    held.end()
+    del other.param_groups[0]["params"][:]
+    found = held.describe()
+    assert (found.frozen, found.elsewhere) == (("bias",), ())
 
 
 class Watched:
