@@ -67,6 +67,12 @@ def judge_held_updates(
     of_parts = None
     if gradients.parts and repeats.in_place:
         of_parts = _update_from_parts(session, gradients.named, choice.threshold)
+        # The step may reduce them, and make a mistake in that.
+        tried = (
+            *gradients.sentences,
+            "From its ranks' own gradients the target's step does not compute the baseline's update.",
+        )
+        gradients = replace(gradients, sentences=tried)
     taken = take_equal_inputs(session)
     small = None
     if of_parts is not None:
