@@ -716,6 +716,9 @@ def test_weights_and_states_that_differ_before_an_update_are_named_beyond_drift(
     rounding = 2.0**-24
     rows = [weight_row("w", rel_l2=90 * rounding), weight_row("b", rel_l2=300 * rounding), weight_row("n", rel_l2=None)]
     assert _parted(rows) == ["The weights already differ before this update: b."]
+    # The target begins each update with the baseline's weights, so those of 16 bits are one rounding apart.
+    narrow = [{**weight_row(name, rel_l2=apart), "dtype": "bfloat16"} for name, apart in (("w", 0.01), ("b", 0.05))]
+    assert _parted(narrow) == ["The weights already differ before this update: b."]
     rows = [weight_row("w", rel_l2=float("nan")), weight_row("m", rel_l2=0.1, kind="optimizer")]
     assert _parted(rows) == [
         "The weights already differ before this update: w.",

@@ -148,6 +148,11 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
         assert compared.remarks[:2] == ("A reduction is missing.", tried)
     # The script continues with equal gradients.
     assert any(isinstance(each, tuple) and each[0] is None for each in made.done) is (apart < 1e-5)
+    # Below that part of the update, but above rounding, as without weight decay.
+    made.after = rows(("w", "param", 8e-6))
+    small = judged(made)
+    assert (small.answer, small.named) == ("inconclusive", [])
+    assert small.remarks[0].startswith("The updates agree to 1% of themselves. From gradients that add up to the")
     # A weight that was not compared shows nothing.
     made.after = rows(("v", "param", 0.0))
     assert judged(made).answer == "differ"
@@ -170,6 +175,10 @@ def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side
     compared = judged(made, *((split, None) if side == "baseline" else (None, split)))
     assert (compared.answer, compared.left_to_next_update) == ("inconclusive", True)
     assert compared.remarks[1].startswith(f"The update of w was not compared in this step: on the {side} another optim")
+    # In 16 bits the weights before the next update would not show it.
+    narrow = [update(elsewhere=each, dtypes={"w": "bfloat16"}) for each in (("w",), ())]
+    compared = judged(made, *(narrow if side == "baseline" else reversed(narrow)))
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", False)
     both = judged(made, split, split)
     assert (both.answer, both.left_to_next_update) == ("agree", False)
     frozen = update(frozen=("w",))
