@@ -575,6 +575,8 @@ def _parse_expression(command: Command, rest: str) -> argparse.Namespace:
     arguments = command.parser.parse_args(words)
     if not text.strip() and command.raw == "EXPR":
         command.parser.error(f"give an expression, such as `{command.parser.prog} forward(batch)`")
+    if re.search(r"\s--out=?$", text):
+        command.parser.error("--out takes the name of a variable, such as `--out run`")
     if re.match(r"-o\b|--\w", text.lstrip()):
         # Python would read two minus signs, and complain about something else.
         command.parser.parse_args(text.split()[:1])

@@ -128,6 +128,7 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("run -o name", "give an expression"),
         ("run -o 1x 1", "'1x' is not a valid variable name"),
         ("run --out-file x 1", "unrecognized arguments: --out-file"),
+        ("run f() --out", "--out takes the name of a variable"),
         ("filter name", "--b2t, --t2b, --compare, --keep"),
         ("filter --b2t --keep True", "--b2t needs an expression"),
         ("filter --only name", "unrecognized arguments: --only"),
