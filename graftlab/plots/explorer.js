@@ -539,7 +539,7 @@ export function mount(root, act = null, actions = [], isFoldable = false) {
 
   // The kernel's answer replaces the text.
   function ask(what) {
-    if (root.closest(".jupyter-widgets-disconnected")) { say("The kernel has ended. Run the notebook again, from the cell that opens the session."); return; }
+    if (root.closest(".jupyter-widgets-disconnected")) { say("The kernel has ended. Run the notebook from the cell that opens the session."); return; }
     say("asking the kernel …");
     act(what, chosen);
   }

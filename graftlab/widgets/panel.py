@@ -500,7 +500,7 @@ PANEL_STYLE = """
   border-radius: 50%; animation: graftlab-turn 0.9s linear infinite;
 }
 .graftlab-panel.jupyter-widgets-disconnected::before {
-  content: "Not live: the kernel was restarted or has ended. Run the notebook again, from the cell that opens the session.";
+  content: "Not live: the kernel was restarted or has ended. Run the notebook from the cell that opens the session.";
   font: inherit; font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5; color: var(--gl-bad); padding: 0 0 4px;
 }
 .graftlab-panel.jupyter-widgets-disconnected > * { opacity: 0.55; pointer-events: none }
