@@ -104,7 +104,7 @@ def judge_held_calls(
         remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
     remarks += conclusion.reasons
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
-    remarks += _differing_numbers(baseline, target) if differ else []
+    remarks += [*_differing_numbers(baseline, target), *_in_padding(baseline[0], findings)] if differ else []
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(
         findings,
@@ -332,6 +332,32 @@ def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[Cal
         f"Whole numbers among the arguments already differ: {first_of(list(found), 4)}. No tap shows them, so code "
         "that reads them may be named below although it is right."
     ]
+
+
+def _in_padding(call: CallDescription, findings: Findings) -> list[str]:
+    """A sentence if the tensors of all named groups differ only in rows that an argument masks by zeros."""
+    shown = [findings.maps.get(group) for group in findings.named]
+    pairs = [None if each is None else each.pair for each in shown]
+    for path, mask in call.whole_numbers.items():
+        is_padding = mask == 0
+        if mask.dim() == 2 and is_padding.any() and bool((is_padding | (mask == 1)).all()):
+            differ_there = [pair is not None and _differ_only_at(is_padding, *pair) for pair in pairs]
+            if pairs and all(differ_there):
+                name = _ARGUMENT.sub(r"\1", path, count=1)
+                return [
+                    f"Where the groups named below differ most, only rows that {name} masks by zeros differ. Padding "
+                    "may differ in a right port, if nothing reads it."
+                ]
+    return []
+
+
+def _differ_only_at(rows: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors agree to rounding except in these rows, given by a mask of their first two dimensions."""
+    if one.shape != other.shape or one.shape[:2] != rows.shape:
+        return False
+    left, right = (each[~rows].double() for each in (one, other))
+    limit = assumed_floor([str(each.dtype).removeprefix("torch.") for each in (one, other)])[0]
+    return bool((left - right).norm() <= limit * left.norm())
 
 
 # A path begins with the argument's name in brackets: ['args[1]'].slots.

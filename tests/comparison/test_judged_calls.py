@@ -19,6 +19,7 @@ from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import _rounds_earlier, judge_against_recording, judge_held_calls
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
+from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
 from graftlab.layouts import parse_layout
@@ -37,7 +38,7 @@ from graftlab.ranks.held_call import (
 )
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
-from graftlab.verdict.wording import Findings, RoundingGroups
+from graftlab.verdict.wording import Findings, RoundingGroups, ShownMap
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
 HALF = torch.ones(4, 3, dtype=torch.bfloat16)
@@ -787,3 +788,35 @@ def test_inputs_of_another_shape_than_the_recorded_ones_come_first() -> None:
     assert comparison.remarks[0].startswith(
         "The recorded call has input.t of shape [2, 7], and the target's call [2, 9]"
     )
+
+
+@pytest.mark.parametrize(("dtype", "padding"), [(torch.int64, 0), (torch.bool, 0), (torch.int64, 7)])
+def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, padding: int) -> None:
+    mask = torch.tensor([[padding, 1, 1], [1, 1, 1]]).to(dtype)
+    ours = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    theirs, elsewhere = ours.clone(), ours.clone()
+    theirs[0, 0] += 1
+    elsewhere[1, 0] += 1
+    given = held(whole_numbers={"['attention_mask']": mask, "['ids']": torch.arange(6).reshape(2, 3)})
+
+    def said(**pairs: torch.Tensor | None) -> list[str]:
+        shown = {
+            name: ShownMap(
+                name,
+                difference_map(ours, ours if other is None else other),
+                pair=None if other is None else (ours, other),
+            )
+            for name, other in pairs.items()
+        }
+        findings = replace(found(*pairs, label="culprit"), maps=shown)
+        return [each for each in judged(given, given, findings)[1] if "masks by zeros" in each]
+
+    (sentence,) = said(attn=theirs) or [""]
+    if padding:
+        # Numbers other than zeros and ones are no mask.
+        assert sentence == ""
+        return
+    assert sentence.startswith("Where the groups named below differ most, only rows that attention_mask masks by zeros")
+    assert said(attn=elsewhere) == []
+    assert said(attn=theirs, ffn=elsewhere) == []
+    assert said(attn=theirs, ffn=None) == []
