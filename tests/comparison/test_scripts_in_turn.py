@@ -39,7 +39,8 @@ def calls(count: int) -> list[CallDescription]:
 
 def update(number: int, **more: Any) -> UpdateDescription:
     made = object.__new__(UpdateDescription)
-    made.__dict__.update({"optimizer": "AdamW", "number": number, "not_repeated": False, "has_closure": False, **more})
+    usual = {"optimizer": "AdamW", "number": number, "calls": 1, "not_repeated": False, "has_closure": False}
+    made.__dict__.update({**usual, **more})
     return made
 
 
@@ -368,7 +369,7 @@ def test_the_update_after_a_judged_call_is_judged_and_the_calls_between_are_pass
 
 def test_updates_without_calls_between_are_judged_as_often_as_chosen(of_scripts: Callable[..., Compared]) -> None:
     found = of_scripts(calls=3)
-    found.judge([trained(1), *map(update, range(1, 9))])
+    found.judge([trained(1), *(update(number, calls=0) for number in range(1, 9))])
     assert found.judged == ["call 1", "update 1", "update 2", "update 3"]
 
 
