@@ -547,7 +547,7 @@ def test_a_target_returned_as_it_was_fails_rather_than_agrees(made: Callable[[to
         run_transform(lambda graft_input: made(graft_input.target), the_input([torch.ones(2)], torch.zeros(2)))
 
 
-def test_a_target_in_another_order_or_of_which_nothing_is_compared_is_a_result() -> None:
+def test_a_target_in_another_order_or_without_compared_rows_is_a_result() -> None:
     def other(graft_input: GraftTransformInput) -> torch.Tensor:
         return graft_input.target.T
 
