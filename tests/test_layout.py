@@ -218,7 +218,7 @@ def test_frames_and_messages_refuse_unknown_fields() -> None:
 # that must continue, and of graftlab itself in a user's job. Each other handler names the errors that it expects.
 OF_ANY_ERROR = {
     "base": 6,
-    "comparison": 1,
+    "comparison": 2,
     "control": 2,
     "diffs": 1,
     "engine": 2,

@@ -221,7 +221,9 @@ def _reported(arguments: argparse.Namespace, folder: Path, write: Callable[[Path
     path = arguments.report or folder / "report.html"
     try:
         page = write(path)
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError):
+            sys.stderr.write(traceback.format_exc())
         sys.stderr.write(f"graftlab compare: the report could not be written to {path}: {error}\n")
         return None
     if arguments.open:

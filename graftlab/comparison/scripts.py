@@ -257,7 +257,9 @@ class _HeldInTurn:
                 compared = _perhaps_of_other_work(_unless_of_a_part(compared, held), held)
                 if (why := _why_left_to_update(compared, held)) is not None:
                     if compared.answer == "differ":
-                        self._in_other_order = self._with_calls_before(compared)
+                        # Later calls may inherit the difference, as by the tokens that were chosen.
+                        if self._in_other_order is None:
+                            self._in_other_order = self._with_calls_before(compared)
                     else:
                         self._unpaired = compared
                     self._left_to_updates = list(dict.fromkeys([*self._left_to_updates, why]))

@@ -136,7 +136,10 @@ class _Match:
         last: list[RecordedTap] | None = None
         if shards and rounds and len(self._session.select("baseline")) == 1 and INTERRUPTED not in found.notices:
             # In the run before, taps before these may have had no graft yet.
-            last, _ = self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
+            try:
+                last, _ = self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
+            except KeyboardInterrupt:
+                found = replace(found, notices=(*found.notices, INTERRUPTED))
         problems = (*found.problems, *self._notes)
         found = replace(
             found,

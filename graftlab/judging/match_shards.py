@@ -38,9 +38,10 @@ def with_shards(
     }
     alone = [tap for tap in baseline if tap.name in proposal.unmatched_baseline and tap.value is not None]
     found: dict[tuple[str, str], Pair] = {}
-    for dim in _SPLIT:
+    # The ranks of the newest run may have none, where only chance made them differ before.
+    for dim in _SPLIT if left else ():
         parts = [part for tap in alone if (part := _first_part(tap, dim, target)) is not None]
-        if not left or not parts:
+        if not parts:
             continue
         for pair in match_once(parts, [held[0] for held in left.values()]).pairs:
             whole = next(tap for tap in alone if tap.name == pair.baseline)

@@ -21,12 +21,12 @@ _OF_A_GRAFT = re.compile(r"\S+ \S+ INFO graftlab\.grafting\.receive_pipeline: ")
 
 
 def _end_of(path: Path, size: int) -> str:
-    """The last ``size`` bytes of a file of text, from the first whole line."""
+    """The last ``size`` bytes of a file of text, from the first whole line, if there is one."""
     with path.open("rb") as file:
         left_out = max(0, file.seek(0, os.SEEK_END) - size)
         file.seek(left_out)
         text = file.read().decode(errors="replace")
-    return text.partition("\n")[2] if left_out else text
+    return (text.partition("\n")[2] or text) if left_out else text
 
 
 def last_lines(text: str, lines: int, with_grafts: bool = True) -> str:

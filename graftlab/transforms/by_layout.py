@@ -339,9 +339,13 @@ def _inferred(
 
 
 def _cut(given: GraftTransformInput, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sender's whole tensor, by the shape of ``own``, a part of what the rank has."""
+    """This rank's part of a sender's whole tensor, by the shape of ``own``, a part of what the rank has; the whole if
+    none fits, as the pair's layout then says best.
+    """
     alone = replace(given, received_list=[whole], received_extras_list=[None], senders=[0], send_world_size=1)
-    return default_transform(replace(alone, target=own, pair=None)).value
+    with suppress(TransformError):
+        return default_transform(replace(alone, target=own, pair=None)).value
+    return whole
 
 
 def _by_names(

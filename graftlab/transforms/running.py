@@ -67,8 +67,9 @@ def _outcome(value: object, own: torch.Tensor, unwritten: int, target: torch.Ten
             "graft_input.target, which is a copy"
         )
     # Bytes that numpy writes are not counted, and writing the same numbers changes no byte.
-    is_unchanged = (value is own or value is None) and own._version == unwritten and _same_bytes(own, target)
-    if value is own and is_unchanged:
+    is_own = _is_own(value, own)
+    is_unchanged = (is_own or value is None) and own._version == unwritten and _same_bytes(own, target)
+    if is_own and is_unchanged:
         # The receiver's tensor agrees with itself, whatever the other side computed.
         raise TransformError(
             "the transform returned graft_input.target as it was, so there is nothing to compare; make the result from "
@@ -83,6 +84,17 @@ def _outcome(value: object, own: torch.Tensor, unwritten: int, target: torch.Ten
             f"{list(target.shape)}"
         )
     return _fitted(replace(outcome, value=outcome.value.detach()), target)
+
+
+def _is_own(value: object, own: torch.Tensor) -> bool:
+    """Whether a transform's result is this tensor, a view of all of it as it is, or an outcome with either."""
+    if isinstance(value, Outcome):
+        is_part = value.rows is not None or value.known is not None or value.measured is not None
+        return not is_part and _is_own(value.value, own)
+    if value is own or not isinstance(value, torch.Tensor):
+        return value is own
+    are_strided = value.layout == own.layout == torch.strided and value.device.type != "meta"
+    return are_strided and value.dtype == own.dtype and value.is_set_to(own)
 
 
 def compare(outcome: Outcome, graft_input: GraftTransformInput) -> DiffStats:

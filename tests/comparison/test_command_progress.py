@@ -218,6 +218,15 @@ def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     assert json.loads(capsys.readouterr().out)["report"] is None
     assert len(opened) == 1
 
+    def is_wrong(*_: object) -> None:
+        raise ValueError("a mistake of graftlab's")
+
+    monkeypatch.setattr(Answered, "report", is_wrong)
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert shown.out.endswith("norm differs.\n\nThere is no report.\n")
+    assert "Traceback" in shown.err
+
 
 @pytest.mark.parametrize("json_wanted", [True, False])
 @pytest.mark.parametrize(

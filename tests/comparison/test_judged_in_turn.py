@@ -385,7 +385,8 @@ def in_other_order(
     def judge(turns: Any, held: HeldUnits) -> Comparison:
         turns._models.append("Net")
         turns._proposals.setdefault(("Net", "Net"), None)
-        return compared("differ" if scripts._needs_differ(held) else "agree", ["of a call"])
+        left = len([*calls[1:], *last, None]) - len(following)
+        return compared("differ" if scripts._needs_differ(held) else "agree", ["of a call", f"after {left} units"])
 
     monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)
     monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
@@ -416,6 +417,14 @@ def test_calls_that_need_gradients_on_one_side_differ_if_no_order_explains_it(
     found = in_other_order(turns, monkeypatch, last, (True, True), (False, True))
     assert found.answer == "differ"
     assert found.remarks[:2] == ("1 call of Net agrees. In call 2, of Net:", "of a call")
+
+
+def test_of_calls_that_need_gradients_on_one_side_the_first_that_differs_is_named(
+    turns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the target alone generates with gradients: later calls are given other tokens.
+    found = in_other_order(turns, monkeypatch, [], (False, True), (False, True))
+    assert (found.answer, found.remarks[:2]) == ("differ", ("of a call", "after 0 units"))
 
 
 def test_a_call_in_another_order_after_the_last_update_differs(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from graftlab.judging.match_runs import _Match
 from graftlab.judging.match_shards import with_shards
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.matching.rounds import INTERRUPTED, ROUNDS
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -86,3 +90,24 @@ def test_taps_with_partners_or_without_values_stay_as_they_are() -> None:
     theirs = {"proj": [RecordedTap.of("proj", value.contiguous(), keep=False) for value in TARGET["proj"]]}
     proposal = Proposal((), {"o.weight": "no partner"}, {"proj": "its ranks hold different tensors"})
     assert with_shards(proposal, ours, theirs) == proposal
+    # In the newest run all ranks have the same.
+    assert with_shards(proposal, [RecordedTap.of("o.weight", WEIGHTS["o"])], {}) == proposal
+
+
+class Interrupted(_Match):
+    """A match whose run after its rounds is interrupted."""
+
+    def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        self._runs += 1
+        if self._runs > 1:
+            raise KeyboardInterrupt
+        self._parts["target"]["proj"] = [RecordedTap.of("proj", value) for value in TARGET["proj"]]
+        hidden = [RecordedTap.of("hidden", HIDDEN, order=0)]
+        return hidden, hidden
+
+
+def test_an_interrupt_of_the_run_for_parts_keeps_what_was_found() -> None:
+    session: Any = SimpleNamespace(select=lambda side: [side])
+    found = Interrupted(session, 1 << 20, 1 << 20).proposal(ROUNDS)
+    assert [(pair.baseline, pair.target) for pair in found.pairs] == [("hidden", "hidden")]
+    assert INTERRUPTED in found.notices

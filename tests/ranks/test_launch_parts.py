@@ -304,6 +304,9 @@ def test_the_end_of_a_ranks_log_is_read_or_why_it_cannot_be_is_given(tmp_path: P
         assert first.rank.log_tail(2) == "two\n\N{REPLACEMENT CHARACTER}"
         first.rank.log.write_text("")
         assert first.rank.log_tail() == "(nothing)"
+        # A progress bar may write megabytes without an end of a line.
+        first.rank.log.write_text(f"{'=' * (1 << 21)}\r100%")
+        assert first.rank.log_tail(1) == "100%"
         first.rank.log = tmp_path
         assert first.rank.log_tail().startswith("(no log: ")
 

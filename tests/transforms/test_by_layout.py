@@ -54,6 +54,18 @@ def test_inputs_of_modules_that_lack_the_rows_of_the_output_pair_by_shape() -> N
         by_layout(dataclasses.replace(of_module, target=torch.zeros(7, 3)))
 
 
+def test_inputs_of_modules_on_ranks_that_lack_a_part_pair_by_shape_too() -> None:
+    pair = parse_layout("part(dim=0, index=0, of=[4, 2])")
+    table = torch.arange(18.0).view(6, 3)
+    of_module = GraftTransformInput(
+        {"kind": KIND}, [table], [None], torch.zeros(6, 3), recv_rank=1, recv_world_size=2, pair=pair, whole="target"
+    )
+    assert torch.equal(by_layout(of_module).value, table)
+    # Where nothing fits, the pair's layout says why.
+    with pytest.raises(TransformError, match=r"dimension 0 of \[6, 3\] does not divide into 4 .*the layout is wrong"):
+        by_layout(dataclasses.replace(of_module, tags={}))
+
+
 def test_a_sender_that_is_silent_is_named() -> None:
     with pytest.raises(LayoutError, match=r"only \[1\] of 2 senders sent a tensor"):
         made([torch.ones(2)], torch.ones(2), senders=[1], send_world_size=2, pair=Layout())

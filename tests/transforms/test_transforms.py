@@ -541,9 +541,23 @@ def test_equal_values_written_into_the_target_are_a_result(returns: str, infers:
         assert run_transform(transform, the_input([torch.ones(2)], torch.ones(2))).value.tolist() == [1.0, 1.0]
 
 
-def test_a_target_returned_as_it_was_fails_rather_than_agrees() -> None:
+@pytest.mark.parametrize("made", [lambda own: own, torch.detach, lambda own: own[:], Outcome])
+def test_a_target_returned_as_it_was_fails_rather_than_agrees(made: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(TransformError, match=r"returned graft_input\.target as it was, so there is nothing to compare"):
-        run_transform(lambda graft_input: graft_input.target, the_input([torch.ones(2)], torch.zeros(2)))
+        run_transform(lambda graft_input: made(graft_input.target), the_input([torch.ones(2)], torch.zeros(2)))
+
+
+def test_a_target_in_another_order_or_without_compared_rows_is_a_result() -> None:
+    def other(graft_input: GraftTransformInput) -> torch.Tensor:
+        return graft_input.target.T
+
+    def no_rows(graft_input: GraftTransformInput) -> Outcome:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Outcome(graft_input.target, rows=(none,), rows_matched=0)
+
+    given = the_input([torch.ones(2, 2)], torch.arange(4.0).view(2, 2))
+    assert run_transform(other, given).value.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert run_transform(no_rows, given).rows_matched == 0
 
 
 def test_writing_into_the_models_tensor_fails() -> None:
