@@ -163,8 +163,9 @@ def _pairs_of_states(
 ) -> list[PairRule]:
     """The pairs of the optimizers' states of weights that are paired under other names, without those already there.
 
-    A state in its weight's shape has its layout. Another, such as a number of steps, has one partner of equal shape,
-    also where its weight is a part of the other side's.
+    A state in its weight's shape has its layout. A number, such as that of steps, has one partner, also where its
+    weight is a part of the other side's. Any other, such as a sum over rows, has one only if the weights are alike:
+    those of a transposed weight are sums over columns.
     """
     found = []
     known = {name for rule in pairs for name in (rule.baseline, rule.target)}
@@ -173,7 +174,8 @@ def _pairs_of_states(
         for key in (key for key in ours if key in theirs):
             names = f"{rule.baseline}.{key}", f"{rule.target}.{key}"
             like_weight = _is_like_weight(baseline, rule.baseline, key) and _is_like_weight(target, rule.target, key)
-            if known >= {*names} or not (like_weight or (ours[key] == theirs[key] and known.isdisjoint(names))):
+            may_pair = ours[key] == theirs[key] and (rule.layout == "same" or math.prod(ours[key]) == 1)
+            if known >= {*names} or not (like_weight or (may_pair and known.isdisjoint(names))):
                 continue
             known |= {*names}
             layout = rule.layout if like_weight else "same"
