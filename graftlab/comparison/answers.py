@@ -41,10 +41,12 @@ class Comparison(Verdict):
     """How often the scripts were started again; 0 if calls were held."""
     has_other_batch: bool = False
     """Whether a call was not judged because the sides have batches of different sizes."""
-    left_to_next_update: bool = False
-    """Whether an update agrees but for weights that another optimizer updates on one side. If the weights agree before
-    the next update, so does this one.
+    left_to_next_update: tuple[str, ...] = ()
+    """The weights that another optimizer updates on one side, of an update that agrees but for them. If they are equal
+    before the next update, this one agrees.
     """
+    equal_weights: frozenset[str] = frozenset()
+    """The weights that are equal to one rounding before an update."""
 
     @property
     def text(self) -> str:

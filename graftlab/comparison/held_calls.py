@@ -339,6 +339,8 @@ def _in_padding(call: CallDescription, findings: Findings) -> list[str]:
     shown = [findings.maps.get(group) for group in findings.named]
     pairs = [None if each is None else each.pair for each in shown]
     for path, mask in call.whole_numbers.items():
+        if not _OF_PADDING.search(path):
+            continue
         is_padding = mask == 0
         if mask.dim() == 2 and is_padding.any() and bool((is_padding | (mask == 1)).all()):
             differ_there = [pair is not None and _differ_only_at(is_padding, *pair) for pair in pairs]
@@ -349,6 +351,10 @@ def _in_padding(call: CallDescription, findings: Findings) -> list[str]:
                     "may differ in a right port, if nothing reads it."
                 ]
     return []
+
+
+# Others have ones for padding, or zeros for tokens that are read, such as those of the first of two segments.
+_OF_PADDING = re.compile(r"(attention|attn|input)_mask\W*$")
 
 
 def _differ_only_at(rows: Tensor, one: Tensor, other: Tensor) -> bool:

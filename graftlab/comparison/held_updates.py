@@ -79,8 +79,9 @@ def judge_held_updates(
     small = None
     if of_parts is not None:
         # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
-        session.run(None, partial(divide_gradients, gradients.parts))
-        small = _small_difference(session)
+        own = {row.get("target_name") or row["name"] for row in rows if row["name"] in gradients.named}
+        session.run(None, partial(divide_gradients, gradients.parts, own))
+        small = _small_difference(session, gradients.parts)
         gradients = replace(gradients, sentences=(), named=())
         verdict = Verdict(Findings(of_parts, choice.threshold, len(target)), 1)
     else:
@@ -132,20 +133,28 @@ def judge_held_updates(
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
     lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows, proposal is not None)
-    apart = _updated_elsewhere(baseline[0], target[0], rows)
-    left_to_next_update = False
+    apart, elsewhere = _updated_elsewhere(baseline[0], target[0], rows)
+    left_to_next_update: tuple[str, ...] = ()
     if answer == "agree" and apart:
         answer = "inconclusive"
         remarks[:0] = ["All that was compared agrees.", *apart, *lacking]
         # In 16 bits weights may differ by as much as a small update before the next one.
-        left_to_next_update = not lacking and {*baseline[0].dtypes.values(), *target[0].dtypes.values()} == {"float32"}
+        is_wide = {*baseline[0].dtypes.values(), *target[0].dtypes.values()} == {"float32"}
+        left_to_next_update = elsewhere if is_wide and not lacking else ()
     elif answer == "agree" and lacking:
         answer = "inconclusive"
         remarks[:0] = ["All that was compared agrees.", *lacking]
     elif answer == "differ":
         remarks += [*apart, *lacking]
     return Comparison(
-        findings, verdict.runs, session, proposal, answer, tuple(remarks), left_to_next_update=left_to_next_update
+        findings,
+        verdict.runs,
+        session,
+        proposal,
+        answer,
+        tuple(remarks),
+        left_to_next_update=left_to_next_update,
+        equal_weights=_equal_weights(rows),
     )
 
 
@@ -154,8 +163,9 @@ def _pairs_of_states(
 ) -> list[PairRule]:
     """The pairs of the optimizers' states of weights that are paired under other names, without those already there.
 
-    A state in its weight's shape has its layout. Another, such as a number of steps, has one partner of equal shape,
-    also where its weight is a part of the other side's.
+    A state in its weight's shape has its layout. A number, such as that of steps, has one partner, also where its
+    weight is a part of the other side's. Any other, such as a sum over rows, has one only if the weights are alike:
+    those of a transposed weight are sums over columns.
     """
     found = []
     known = {name for rule in pairs for name in (rule.baseline, rule.target)}
@@ -164,7 +174,8 @@ def _pairs_of_states(
         for key in (key for key in ours if key in theirs):
             names = f"{rule.baseline}.{key}", f"{rule.target}.{key}"
             like_weight = _is_like_weight(baseline, rule.baseline, key) and _is_like_weight(target, rule.target, key)
-            if known >= {*names} or not (like_weight or (ours[key] == theirs[key] and known.isdisjoint(names))):
+            may_pair = ours[key] == theirs[key] and (rule.layout == "same" or math.prod(ours[key]) == 1)
+            if known >= {*names} or not (like_weight or (may_pair and known.isdisjoint(names))):
                 continue
             known |= {*names}
             layout = rule.layout if like_weight else "same"
@@ -210,14 +221,16 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
     )
 
 
-def _small_difference(session: Session) -> str | None:
+def _small_difference(session: Session, parts: int) -> str | None:
     """A sentence if, from gradients that add up to the baseline's, the updated weights differ by more than rounding."""
     try:
         lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
         rows = records(_weights_after(session, repeat_call))
     finally:
         restore_plan(session)
-    apart = {row["name"]: row["rel_l2"] or 0.0 for row in rows if not _is_rounding(row)}
+    # Halves, or fourths, add up to the same number, which leaves the update alone to round.
+    times = _DRIFT if parts & (parts - 1) else _ONCE
+    apart = {row["name"]: row["rel_l2"] or 0.0 for row in rows if not _is_rounding(row, times)}
     if not apart:
         return None
     return (
@@ -304,19 +317,28 @@ def _without_partner(
 
 def _updated_elsewhere(
     baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """A sentence on the weights that one side's held step updates, and another optimizer of the other side."""
+) -> tuple[list[str], tuple[str, ...]]:
+    """A sentence on the weights that one side's held step updates, and another optimizer of the other side; and their
+    names on the baseline.
+    """
     pairs = [(row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param"]
-    sentences = []
+    sentences, every = [], []
     for place, (side, own, other) in enumerate((("baseline", baseline, target), ("target", target, baseline))):
         not_here = {*other.elsewhere, *other.frozen}
         names = [pair[0] for pair in pairs if pair[place] in own.elsewhere and pair[1 - place] not in not_here]
         if names:
+            every += names
             sentences.append(
                 f"The update of {first_of([*names], 4)} was not compared in this step: on the {side} another optimizer "
                 f"than this {own.optimizer} updates them. The weights before the next update show the result."
             )
-    return sentences
+    return sentences, tuple(every)
+
+
+def _equal_weights(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The weights that differ before this update by no more than one rounding, so that a small update shows too."""
+    apart = {row["name"] for row in rows if kind_of(row["tags"]) == "param" and not _is_rounding(row, 1)}
+    return frozenset(row["name"] for row in rows if kind_of(row["tags"]) == "param") - apart
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -351,6 +373,8 @@ def _without_state(
         lacking = {weight for weight, _ in alone[place]}
         own = {weight for weight, _ in alone[1 - place]}
         partners = {pair[place]: pair[1 - place] for pair in pairs if pair[0] not in compared}
+        # Another optimizer of the other side has the state of what it updates.
+        own |= {*(target, baseline)[place].elsewhere}
         names = [each for each in partners if each in lacking and partners[each] not in own]
         if names:
             keys = sorted({key for weight, key in alone[place] if weight in names})
@@ -361,11 +385,12 @@ def _without_state(
     return sentences
 
 
-def _is_rounding(row: Mapping[str, Any]) -> bool:
-    """Whether two tensors differ by no more than earlier updates' rounding."""
+def _is_rounding(row: Mapping[str, Any], times: float = _DRIFT) -> bool:
+    """Whether two tensors differ by no more than earlier updates' rounding, or this many roundings."""
     dtype = coarser_dtype(row)
     # A weight of 16 bits is rounded once an update, and the target begins each with the baseline's.
-    times = _ONCE if kind_of(row["tags"]) == "param" and dtype in _NARROW else _DRIFT
+    if kind_of(row["tags"]) == "param" and dtype in _NARROW:
+        times = min(times, _ONCE)
     return not row["nonfinite_differ"] and (row["rel_l2"] or 0.0) <= times * roundoff(dtype)
 
 

@@ -238,7 +238,7 @@ class _HeldInTurn:
                     return self._with(self._in_other_order, ())
                 compared = self._judge_update(held)
                 if compared.answer == "agree" or compared.left_to_next_update:
-                    self._clear_updates()
+                    self._clear_updates(compared)
                 if compared.answer == "inconclusive" and self._may_follow(held, compared):
                     self._undecided_updates[self._updates] = compared
                     compared = replace(compared, answer="agree")
@@ -295,9 +295,10 @@ class _HeldInTurn:
             return self._with(self._unpaired, (*remarks, *self._left_elsewhere(self._unpaired)))
         if self._in_parts is not None and not self._updates:
             return self._with(self._in_parts, (_ONLY_PARTS, *remarks), "inconclusive")
-        if self._updates > 1 and all(each.left_to_next_update for each in self._undecided_updates.values()):
+        last = self._undecided_updates.get(self._updates)
+        if self._updates > 1 and len(self._undecided_updates) == 1 and last is not None and last.left_to_next_update:
             # No further update shows whether the weights of the last one agree; the others do.
-            self._updates -= len(self._undecided_updates)
+            self._updates -= 1
             self._undecided_updates.clear()
         undecided = [*self._undecided.values(), *self._undecided_updates.values()]
         compared = next(iter(undecided), self._compared)
@@ -534,11 +535,19 @@ class _HeldInTurn:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         return _followed_by(compared, self._left_to_updates)
 
-    def _clear_updates(self) -> None:
-        """Let earlier updates by different sets of optimizers agree, since the weights agree before a later update."""
+    def _clear_updates(self, later: Comparison) -> None:
+        """Let earlier updates by different sets of optimizers agree if their weights are equal before a later update.
+
+        Weights may differ there by the rounding of earlier updates, and so little may be a whole update.
+        """
         for number, update in [*self._undecided_updates.items()]:
-            if update.left_to_next_update:
+            if not update.left_to_next_update:
+                continue
+            if later.equal_weights.issuperset(update.left_to_next_update):
                 del self._undecided_updates[number]
+            else:
+                why = f"Before update {self._updates} they differ by more than one rounding."
+                self._undecided_updates[number] = _followed_by(replace(update, left_to_next_update=()), [why])
 
     def _refused(self, compared: Comparison) -> Comparison:
         """The comparison with the reason why the scripts were not started again."""

@@ -703,9 +703,9 @@ def take_inputs() -> None:
     held_update().take_inputs()
 
 
-def divide_gradients(by: int) -> None:
-    """Divide the gradients of the held update; see :meth:`HeldUpdate.divide_gradients`."""
-    held_update().divide_gradients(by)
+def divide_gradients(by: int, names: Collection[str]) -> None:
+    """Divide gradients of the held update; see :meth:`HeldUpdate.divide_gradients`."""
+    held_update().divide_gradients(by, names)
 
 
 def keep_inputs() -> None:

@@ -7,7 +7,7 @@ that repetitions show what the update itself computes differently.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -285,11 +285,13 @@ class HeldUpdate:
         self.show_inputs()
         self._base = StateSnapshot([self._optimizer], weights=True)
 
-    def divide_gradients(self, by: int) -> None:
-        """Let repetitions begin with the gradients divided by a number, for a step that adds them up over ranks."""
+    def divide_gradients(self, by: int, names: Collection[str]) -> None:
+        """Let repetitions begin with these weights' gradients divided by a number, for a step that adds them up over
+        ranks.
+        """
         self._base.restore()
-        for weight in self._weights().values():
-            if weight.grad is not None:
+        for name, weight in self._weights().items():
+            if name in names and weight.grad is not None:
                 weight.grad.div_(by)
         self._base = StateSnapshot([self._optimizer], weights=True)
 

@@ -752,6 +752,16 @@ def test_states_of_weights_with_other_names_are_paired_in_the_weights_layout() -
     assert _pairs_of_states([*pairs, *found], ours, theirs) == []
 
 
+@pytest.mark.parametrize("layout", ["same", "a b -> b a"])
+def test_moments_in_factors_are_paired_only_for_weights_that_are_alike(layout: str) -> None:
+    """Sums over the rows of a square weight are sums over the columns of its transpose."""
+    states: dict[str, tuple[int, ...]] = {"row_var": (3, 1), "step": ()}
+    ours, theirs = (replace(description({name: torch.ones(3, 3)}), states={name: states}) for name in ("w", "W"))
+    found = _pairs_of_states([PairRule("w", "W", layout)], ours, theirs)
+    factors = [PairRule("w.row_var", "W.row_var")] if layout == "same" else []
+    assert found == [*factors, PairRule("w.step", "W.step")]
+
+
 def test_a_description_has_the_states_that_the_first_step_makes() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -799,7 +799,7 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
     elsewhere[1, 0] += 1
     given = held(whole_numbers={"['attention_mask']": mask, "['ids']": torch.arange(6).reshape(2, 3)})
 
-    def said(**pairs: torch.Tensor | None) -> list[str]:
+    def said(given: Any = given, **pairs: torch.Tensor | None) -> list[str]:
         shown = {
             name: ShownMap(
                 name,
@@ -820,3 +820,6 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
     assert said(attn=elsewhere) == []
     assert said(attn=theirs, ffn=elsewhere) == []
     assert said(attn=theirs, ffn=None) == []
+    # Zeros mean other things elsewhere: tokens of the first segment, or no padding.
+    for name in ("token_type_ids", "key_padding_mask", "loss_mask"):
+        assert said(held(whole_numbers={f"['{name}']": mask}), attn=theirs) == []

@@ -84,10 +84,12 @@ def test_the_second_of_two_optimizers_follows_before_the_other_side_continues(ah
 
 
 def test_an_update_by_other_optimizers_agrees_once_a_later_one_does(turns: Any) -> None:
-    part = replace(compared("inconclusive"), left_to_next_update=True)
-    turns._updates, turns._undecided_updates = 3, {1: part, 2: compared("inconclusive"), 3: part}
-    turns._clear_updates()
+    part = replace(compared("inconclusive"), left_to_next_update=("w",))
+    later = replace(compared("agree"), equal_weights=frozenset({"w", "v"}))
+    turns._updates, turns._undecided_updates = 3, {1: part, 2: compared("inconclusive")}
+    turns._clear_updates(later)
     assert [*turns._undecided_updates] == [2]
+    turns._undecided_updates[3] = part
     assert turns._concluded().answer == "inconclusive"
     # No further update shows whether the last one agrees.
     turns._undecided_updates = {3: part}
@@ -95,6 +97,17 @@ def test_an_update_by_other_optimizers_agrees_once_a_later_one_does(turns: Any) 
     assert (found.answer, found.remarks[0]) == ("agree", "2 updates of the weights agree.")
     turns._updates, turns._undecided_updates = 1, {1: part}
     assert turns._concluded().answer == "inconclusive"
+
+
+def test_weights_of_another_optimizer_that_are_not_equal_later_clear_no_update(turns: Any) -> None:
+    """Such as those whose second optimizer makes no step, at a low learning rate."""
+    part = replace(compared("inconclusive"), left_to_next_update=("w",))
+    turns._updates, turns._undecided_updates = 2, {1: part}
+    turns._clear_updates(replace(compared("agree"), equal_weights=frozenset({"v"})))
+    turns._undecided_updates[2] = part
+    found = turns._concluded()
+    assert (found.answer, turns._updates) == ("inconclusive", 2)
+    assert "Before update 2 they differ by more than one rounding." in found.remarks
 
 
 class Started:

@@ -56,11 +56,13 @@ GIVEN = (("w", "param", 0.0), ("w", "param_grad", 0.0))
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is given, and what was done."""
     made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], gradients=GradientFindings(), named=())
-    made.data, made.following, made.after, made.moved = [], (), None, None
+    made.data, made.following, made.after, made.moved, made.of_sums = [], (), None, None, rows(("w", "param", 0.0))
 
     def run(*functions: Any) -> Any:
         made.done.append(functions)
-        frames: dict[Any, Any] = {show_inputs: made.given, repeat_call: made.after, show_unchanged: made.moved}
+        is_divided = any(isinstance(each, tuple) and each[0] is None for each in made.done)
+        after = made.of_sums if is_divided else made.after
+        frames: dict[Any, Any] = {show_inputs: made.given, repeat_call: after, show_unchanged: made.moved}
         return SimpleNamespace(frame=frames.get(functions[1], made.taken))
 
     session: Any = SimpleNamespace(run=run, plan=SimpleNamespace(pairs=()))
@@ -138,6 +140,9 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.gradients = GradientFindings(sentences=("A reduction is missing.",), named=("w",), parts=2)
     made.after, made.moved = rows(("w", "param", apart)), rows(*((name, "param", 1e-3) for name in "wuv"))
     compared = judged(made)
+    divided = [each[1] for each in made.done if isinstance(each, tuple) and each[0] is None]
+    # Other gradients may have been added up before the step.
+    assert [each.args for each in divided] == ([(2, {"w"})] if apart < 1e-5 else [])
     assert {"b2t": "kind != 'param_grad'", "compare": "True", "keep": None, "t2b": None} in made.done
     if apart < 1e-5:
         assert (compared.answer, compared.named) == ("agree", [])
@@ -146,41 +151,59 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
         assert (compared.answer, compared.named) == ("differ", ["w@param_grad"])
         tried = "From its ranks' own gradients the target's step does not compute the baseline's update."
         assert compared.remarks[:2] == ("A reduction is missing.", tried)
-    # The script continues with equal gradients.
-    assert any(isinstance(each, tuple) and each[0] is None for each in made.done) is (apart < 1e-5)
-    # Below that part of the update, but above rounding, as without weight decay.
-    made.after = rows(("w", "param", 8e-6))
-    small = judged(made)
-    assert (small.answer, small.named) == ("inconclusive", [])
-    assert small.remarks[0].startswith("The updates agree to 1% of themselves. From gradients that add up to the")
+    made.done.clear()
     # A weight that was not compared shows nothing.
     made.after = rows(("v", "param", 0.0))
+    made.done.clear()
     assert judged(made).answer == "differ"
     # Of most weights the update agrees, so the step adds up the parts.
     made.after = rows(("w", "param", 1e-4), *((name, "param", 0.0) for name in "uv"))
+    made.done.clear()
     compared = judged(made)
     assert (compared.answer, compared.named) == ("differ", ["w@param"])
     # A difference that is small beside the weight, and not beside its update.
     made.after = rows(("w", "param", 1.1e-6), *((name, "param", 0.0) for name in "uv"))
     made.moved = rows(*((name, "param", 1e-5) for name in "wuv"))
+    made.done.clear()
     assert "The update of the weight w is computed differently" in judged(made).text
     assert compared.remarks[0].endswith("from equal weights and state both sides compute a different update.")
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
     assert judged(made).answer == "differ"
 
 
+@pytest.mark.parametrize(
+    ("parts", "apart", "answer"), [(2, 1e-6, "inconclusive"), (2, 1e-7, "agree"), (3, 1e-6, "agree")]
+)
+def test_a_step_that_adds_up_gradients_is_tried_with_equal_sums_too(
+    parts: int, apart: float, answer: str, made: Any
+) -> None:
+    """Weight decay that is left out, or another eps, moves a weight by much less than 1 % of an update."""
+    made.gradients = GradientFindings(sentences=("A reduction is missing.",), named=("w",), parts=parts)
+    made.after, made.moved = rows(("w", "param", 1e-6)), rows(("w", "param", 1e-2))
+    made.of_sums = rows(("w", "param", apart))
+    # Three thirds of a number are rounded.
+    compared = judged(made)
+    assert (compared.answer, compared.named) == (answer, [])
+    told = "The updates agree to 1% of themselves. From gradients that add up to the"
+    assert compared.remarks[0].startswith(told) is (answer == "inconclusive")
+
+
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side: str, made: Any) -> None:
     split = update(elsewhere=("w",), optimizer="Muon")
     compared = judged(made, *((split, None) if side == "baseline" else (None, split)))
-    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", True)
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ("w",))
+    assert compared.equal_weights == {"w"}
     assert compared.remarks[1].startswith(f"The update of w was not compared in this step: on the {side} another optim")
     # In 16 bits the weights before the next update would not show it.
     narrow = [update(elsewhere=each, dtypes={"w": "bfloat16"}) for each in (("w",), ())]
     compared = judged(made, *(narrow if side == "baseline" else reversed(narrow)))
-    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", False)
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
     both = judged(made, split, split)
-    assert (both.answer, both.left_to_next_update) == ("agree", False)
+    assert (both.answer, both.left_to_next_update) == ("agree", ())
+    # Rounding of earlier updates, or a small update that one side has not made.
+    made.given = rows(("w", "param", 3e-7), GIVEN[1])
+    assert (judged(made).answer, judged(made).equal_weights) == ("agree", frozenset())
     frozen = update(frozen=("w",))
     assert judged(made, *((split, frozen) if side == "baseline" else (frozen, split))).answer == "agree"
 
@@ -195,6 +218,9 @@ def test_an_optimizer_without_the_state_that_the_other_one_has_is_named(side: st
         f"Before this update the {side}'s AdamW has no state of 1 weight (w), and the {other}'s has exp_avg and step."
     )
     assert (compared.answer, compared.remarks[0]) == ("differ", said)
+    # A second optimizer has the state of its weights.
+    split = update(elsewhere=("w",))
+    assert judged(made, *((split, None) if side == "baseline" else (None, split))).answer == "inconclusive"
     # Other optimizers may call theirs something else, or keep it elsewhere.
     assert judged(made, theirs=update(optimizer="OwnAdamW")).answer == "agree"
 

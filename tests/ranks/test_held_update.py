@@ -100,10 +100,12 @@ def test_a_script_continues_with_what_was_taken_if_it_is_kept(model: nn.Linear) 
 
 def test_repetitions_begin_with_divided_gradients_until_the_script_continues(model: nn.Linear) -> None:
     held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
-    before = model.bias.item()
-    held.divide_gradients(2)
+    before, weight = model.bias.item(), model.weight.clone()
+    gradient = model.weight.grad.clone()  # type: ignore[union-attr]
+    held.divide_gradients(2, {"bias"})
     held()
     assert model.bias.item() == pytest.approx(before - 1.5)
+    assert torch.equal(model.weight, weight - gradient)
     held.end()
     assert model.bias.grad is not None
     assert model.bias.grad.item() == 3.0
