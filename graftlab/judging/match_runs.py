@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -97,6 +98,8 @@ class _Match:
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
         # What each rank of a side recorded of the taps of which the ranks have different tensors, in the newest run.
         self._parts: dict[Side, dict[str, Sequence[RecordedTap]]] = {"baseline": {}, "target": {}}
+        # The target's weights that several ranks have alike.
+        self._copies: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -140,7 +143,8 @@ class _Match:
                 last, _ = self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
             except KeyboardInterrupt:
                 found = replace(found, notices=(*found.notices, INTERRUPTED))
-        problems = (*found.problems, *self._notes)
+        same = _same_parts(found, self._copies)
+        problems = (*found.problems, *same, *self._notes)
         found = replace(
             found,
             problems=problems,
@@ -148,6 +152,7 @@ class _Match:
             unmatched_baseline={**found.unmatched_baseline, **self._skipped["baseline"]},
             unmatched_target={**found.unmatched_target, **self._skipped["target"]},
             order=self._order,
+            wrong_weights=(*found.wrong_weights, *same),
         )
         return found if last is None else with_shards(found, last, shards)
 
@@ -186,6 +191,8 @@ class _Match:
                     parts[tap.name] = held
             else:
                 taps.append(joined)
+                if side == "target" and len(held) > 1 and tap.name not in layouts and tap.tags.get("kind") == "param":
+                    self._copies.add(tap.name)
         return taps
 
     def _joined(
@@ -375,6 +382,17 @@ _GRAFTED = "not (kind == 'param' or kind == 'optimizer')"
 def _call(name: str) -> str:
     """The name of one call in a pair. Without its occurrence it would stand for all calls."""
     return name if "#" in name else f"{name}#0"
+
+
+def _same_parts(found: Proposal, copies: Collection[str]) -> list[str]:
+    """Sentences on weights of which all ranks of the target have one and the same part, and none has the rest."""
+    places = Counter(pair.baseline for pair in found.pairs)
+    return [
+        f"All ranks of the target have the same part of {TapCallName.of(pair.baseline).name} in "
+        f"{TapCallName.of(pair.target).name}, and none has the rest"
+        for pair in found.pairs
+        if pair.target in copies and pair.whole == "baseline" and pair.layout.leaves_out and places[pair.baseline] == 1
+    ]
 
 
 def _in_one_order(ranks: Sequence[Sequence[RecordedTap]]) -> list[RecordedTap]:

@@ -11,10 +11,11 @@ import torch
 
 from graftlab.errors import SessionError
 from graftlab.judging import match_runs
-from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns
+from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns, _same_parts
 from graftlab.layouts import Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout
 from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.ranks.match_recorder import MatchRecord, forget_match, record_taps, recorded_value
 
@@ -184,6 +185,22 @@ def test_the_tensors_of_ranks_are_joined_by_their_layout_or_are_copies() -> None
     assert joined(halves[:1], layout) == "only 1 of 2 ranks have it"
     halves[1].value = None
     assert "were not all kept" in joined(halves, layout)
+
+
+def test_one_part_of_a_weight_on_all_ranks_is_reported() -> None:
+    half = parse_layout("part(dim=0, index=0, of=[1, 1])")
+    pairs = (
+        Pair("up[kind=param]", "w1", half),
+        Pair("q", "qkv", half, whole="target"),
+        Pair("k", "k", half),
+        Pair("k", "k2", half),
+    )
+    copies = {"w1", "qkv", "k", "k2"}
+    # A part of the target's tensor, or several of the baseline's, lack nothing.
+    assert _same_parts(Proposal(pairs), copies) == [
+        "All ranks of the target have the same part of up in w1, and none has the rest"
+    ]
+    assert _same_parts(Proposal(pairs), copies - {"w1"}) == []
 
 
 def test_a_job_that_recorded_nothing_is_named() -> None:
