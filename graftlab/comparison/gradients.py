@@ -31,6 +31,9 @@ _SUM = 1e-3
 _OF_ZERO = 1e-5
 # A product with a power of two is exact, but the factor is computed from rounded sums.
 _EXACT = 1e-6
+# Of this part of the weights at most, gradients in 16 bits may differ by so many times their floor and be rounded.
+_FEW = 0.25
+_LITTLE = 3.0
 _SHOWN = 4
 
 
@@ -40,8 +43,9 @@ class GradientFindings:
 
     ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if there
     is none. ``unseen`` has sentences on what was not compared. ``losses`` is a sentence on losses that differ although
-    their gradients agree. ``parts`` is 0, or the number of ranks that have only their parts of
-    some gradients, which the target's step may still add up; 1 if it may average them.
+    their gradients agree, ``rounding`` one on gradients whose difference 16 bits may explain. ``parts`` is 0, or the
+    number of ranks that have only their parts of some gradients, which the target's step may still add up; 1 if it may
+    average them.
     """
 
     sentences: tuple[str, ...] = ()
@@ -50,6 +54,7 @@ class GradientFindings:
     unseen: tuple[str, ...] = ()
     losses: str = ""
     parts: int = 0
+    rounding: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,9 @@ def judge_gradients(
     absent = _absent(baseline[0], target[0], {line.name: line.target_name for line in lines})
     factor, alike = _common_factor(lines)
     over = [line for line in lines if not line.is_explained(factor)]
+    rounding = ""
+    if factor == 1.0 and not absent and _may_be_rounding(over, lines, known):
+        rounding, over = _of_rounding(over), []
     named = tuple(dict.fromkeys(line.name for line in over))
     sentences, parts = list(absent), 0
     paired = {line.name: line.target_name for line in lines}
@@ -114,7 +122,36 @@ def judge_gradients(
     losses = "" if sentences and not parts else _differing_losses(baseline, target, paired)
     if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
         unseen.append("the losses, because on some ranks the backward passes do not begin from a single number.")
-    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts)
+    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts, rounding)
+
+
+def _may_be_rounding(over: Sequence[_GradientPair], lines: Sequence[_GradientPair], known: Mapping[str, float]) -> bool:
+    """Whether few gradients differ, by little more than the floor of 16 bits, and no call that agrees has shown how far
+    rounding moves them. Gradients of queries and keys, whose terms cancel, are moved by more than others.
+    """
+    few = len({line.name for line in over}) <= _FEW * len({line.name for line in lines})
+    return few and all(
+        line.name not in known
+        and line.limit >= assumed_floor(["float16"])[0]
+        and line.left(1.0) <= _LITTLE * line.limit
+        # A factor is no rounding.
+        and line.left(best_factor(line.row)) > line.limit
+        for line in over
+    )
+
+
+def _of_rounding(over: Sequence[_GradientPair]) -> str:
+    """A sentence on these gradients; blank if there are none."""
+    apart: dict[str, float] = {}
+    for line in over:
+        apart[line.name] = max(apart.get(line.name, 0.0), line.left(1.0))
+    if not apart:
+        return ""
+    names = first_of([f"{name} (rel_l2 {left:.2g})" for name, left in apart.items()], _SHOWN)
+    return (
+        f"The gradients of {names} differ by little more than the floor assumed for 16 bits. Rounding may explain "
+        "that: no call was compared that shows how far it moves them. Compare both sides in float32 to find out."
+    )
 
 
 def _differing_losses(

@@ -127,9 +127,10 @@ def judge_held_updates(
     if answer == "agree" and small is not None:
         answer = "inconclusive"
         remarks.insert(0, small)
-    if answer == "agree" and gradients.losses:
+    doubts = [each for each in (gradients.rounding, gradients.losses) if each]
+    if answer == "agree" and doubts:
         answer = "inconclusive"
-        remarks.insert(0, gradients.losses)
+        remarks[:0] = doubts
     if not moved and (parted or gradients.sentences or settings):
         answer = "differ"
     lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows, proposal is not None)

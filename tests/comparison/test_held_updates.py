@@ -466,6 +466,35 @@ def test_gradients_are_judged_by_those_of_an_agreeing_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("apart", "factor", "of", "dtype", "known", "is_rounding"),
+    [
+        (0.03, 1.0, 4, torch.bfloat16, {}, True),
+        (0.1, 1.0, 4, torch.bfloat16, {}, False),
+        # A factor is no rounding.
+        (0.0, 1.04, 4, torch.bfloat16, {}, False),
+        # Most mistakes move more than a quarter of the gradients.
+        (0.03, 1.0, 3, torch.bfloat16, {}, False),
+        (0.03, 1.0, 4, torch.float32, {}, False),
+        (0.03, 1.0, 4, torch.bfloat16, {"w0": 1e-3}, False),
+    ],
+)
+def test_few_gradients_of_16_bits_that_differ_little_may_be_rounded(
+    apart: float, factor: float, of: int, dtype: torch.dtype, known: dict[str, float], is_rounding: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ours = {f"w{n}": torch.randn(4096, generator=draw).to(dtype) for n in range(of)}
+    moved = factor * ours["w0"].float() + apart * torch.randn(4096, generator=draw)
+    theirs = {**ours, "w0": moved.to(dtype)}
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    rows = [{**row(name, 0, ours[name], theirs[name]), "dtype": name_of_dtype} for name in ours]
+    found = judge_gradients(rows, [description(ours)], [description(theirs)], known)
+    assert bool(found.rounding) is is_rounding
+    assert bool(found.sentences) is bool(found.named) is not is_rounding
+    if is_rounding:
+        assert found.rounding.startswith("The gradients of w0 (rel_l2 0.03")
+
+
+@pytest.mark.parametrize(
     ("of_loss", "clipped", "is_alarm"),
     [(100.0, False, False), (1024.0, False, False), (100.0, True, True), (1024.0, True, True)],
 )

@@ -272,6 +272,15 @@ def test_what_could_not_be_grafted_or_compared_is_said(made: Any) -> None:
     assert judged(made, update(has_closure=True)).answer == "agree"
 
 
+def test_gradients_that_16_bits_may_have_rounded_leave_an_update_inconclusive(made: Any) -> None:
+    made.gradients = GradientFindings(rounding="16 bits may explain it.", losses="The losses differ.")
+    compared = judged(made)
+    assert (compared.answer, compared.named) == ("inconclusive", [])
+    assert compared.remarks[:2] == ("16 bits may explain it.", "The losses differ.")
+    made.named = ("w",)
+    assert judged(made).answer == "differ"
+
+
 def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> None:
     ours, theirs = update(gradients={"w": None, "v": None}), update(gradients={"w": None, "qkv": None})
     compared = judged(made, ours, theirs)
