@@ -35,7 +35,7 @@ def home() -> Path:
 def make_run_folder(folder: str | Path | None) -> Path:
     """Make the run folder if it is missing, readable by this user alone. Raises :class:`LaunchError` when it cannot."""
     if folder is None:
-        path = home() / "runs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+        path = home() / "runs"
         source = f"set {HOME_VARIABLE} to a folder you can write to"
     elif isinstance(folder, (str, os.PathLike)):
         path, source = Path(folder).expanduser(), "pass another folder="
@@ -44,7 +44,11 @@ def make_run_folder(folder: str | Path | None) -> Path:
     # The notebook may change its working directory.
     path = path.absolute()
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder is None:
+            path.mkdir(parents=True, exist_ok=True)
+            path = _new_folder(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
         (path / "logs").mkdir(exist_ok=True, mode=0o700)
         is_shared = others_can_write(path)
     except OSError as error:
@@ -55,6 +59,15 @@ def make_run_folder(folder: str | Path | None) -> Path:
             f"run chmod go-w {path}, or {source}"
         )
     return path
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make a folder that nothing else has made, such as another session of this process in the same second."""
+    while True:
+        path = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(2).hex()}"
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            return path
 
 
 def describe_session(folder: Path, sizes: tuple[int, int], first_run: int, rendezvous: Path | None = None) -> None:

@@ -7,13 +7,14 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.control import past_runs
+from graftlab.control import past_runs, run_folder
 from graftlab.control.past_runs import find_runs, prune
 from graftlab.rows.store import RowStore
 
@@ -159,3 +160,13 @@ def test_a_launch_removes_run_folders_beyond_the_budget(tmp_path: Path, monkeypa
     a_run(tmp_path / "runs", "old", 40)
     with gl.launch(1, 1) as session:
         assert left(tmp_path / "runs") == [session.folder.name]
+
+
+def test_two_sessions_of_one_second_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [b"ab", b"ab", b"cd"]
+    monkeypatch.setenv(run_folder.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(strftime=lambda form: "now"))
+    monkeypatch.setattr(os, "urandom", lambda size: numbers.pop(0))
+    made = [run_folder.make_run_folder(None).name for _ in range(2)]
+    assert made == [f"now-{os.getpid()}-{number.hex()}" for number in (b"ab", b"cd")]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
