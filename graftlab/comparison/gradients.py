@@ -31,7 +31,7 @@ _SUM = 1e-3
 _OF_ZERO = 1e-5
 # A product with a power of two is exact, but the factor is computed from rounded sums.
 _EXACT = 1e-6
-# Of this part of the weights at most, gradients in 16 bits may differ by so many times their floor and be rounded.
+# Gradients in 16 bits may be rounded if at most this part of them differs, by at most this multiple of their floor.
 _FEW = 0.25
 _LITTLE = 3.0
 _SHOWN = 4

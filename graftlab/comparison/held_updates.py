@@ -358,7 +358,7 @@ def _without_state(
     baseline: UpdateDescription,
     target: UpdateDescription,
 ) -> list[str]:
-    """A sentence on each optimizer that has no state of weights of which the other, of the same class, has."""
+    """A sentence on each optimizer without state of weights for which the other, of the same class, has some."""
     if baseline.optimizer != target.optimizer:
         return []
     pairs = [(row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param"]

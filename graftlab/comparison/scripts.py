@@ -597,7 +597,7 @@ class _HeldInTurn:
         parts = []
         if agreed:
             several = sum(counts.values()) + made > 1
-            parts.append(f"{' and '.join(agreed)} agree{'' if several else 's'}")
+            parts.append(f"{listed(agreed)} agree{'' if several else 's'}")
         if self._results:
             parts.append(
                 f"{'and so do ' if parts else ''}the results of the next {counted(len(self._results), 'call')}"

@@ -96,8 +96,10 @@ class _Match:
         self._moved = 0
         self._order: dict[Side, tuple[str, ...]] = {}
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
-        # What each rank of a side recorded of the taps of which the ranks have different tensors, in the newest run.
-        self._parts: dict[Side, dict[str, Sequence[RecordedTap]]] = {"baseline": {}, "target": {}}
+        # Of the newest run: the baseline's taps, and what each of the target's ranks recorded of those in which they
+        # differ.
+        self._baseline_taps: list[RecordedTap] = []
+        self._parts: dict[str, Sequence[RecordedTap]] = {}
         # The target's weights that several ranks have alike.
         self._copies: set[str] = set()
 
@@ -135,12 +137,11 @@ class _Match:
             found = match_once(*self._record(()), **fetch)
         else:
             found = match_in_rounds(self._record, rounds, varies=self.varies, **fetch)
-        shards = self._parts["target"]
-        last: list[RecordedTap] | None = None
-        if shards and rounds and len(self._session.select("baseline")) == 1 and INTERRUPTED not in found.notices:
-            # In the run before, taps before these may have had no graft yet.
+        has_parts = rounds > 0 and bool(self._parts) and len(self._session.select("baseline")) == 1
+        if has_parts and not self.varies and INTERRUPTED not in found.notices:
+            # In the run before, taps before these may have had no graft yet. Jobs may have no further step.
             try:
-                last, _ = self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
+                self._record(tuple(pair for pair in found.pairs if pair.sureness != "guess"))
             except KeyboardInterrupt:
                 found = replace(found, notices=(*found.notices, INTERRUPTED))
         same = _same_parts(found, self._copies)
@@ -154,11 +155,12 @@ class _Match:
             order=self._order,
             wrong_weights=(*found.wrong_weights, *same),
         )
-        return found if last is None else with_shards(found, last, shards)
+        return with_shards(found, self._baseline_taps, self._parts) if has_parts else found
 
     def _in_order(
         self, baseline: list[RecordedTap], target: list[RecordedTap]
     ) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        self._baseline_taps = baseline
         self._order = {"baseline": tuple(tap.name for tap in baseline), "target": tuple(tap.name for tap in target)}
         taps = f"{len(baseline)} and {counted(len(target), 'tap')}"
         report_progress(f"matching, the values of {taps} in run {self._runs}")
@@ -172,9 +174,11 @@ class _Match:
             self._moved += sum(tap.value.nbytes for tap in records.taps if tap.value is not None)
             for note in records.notes:
                 self._note(f"{side}[{rank}]: {note}" if len(ranks) > 1 else f"{side}: {note}")
-        skipped, parts = self._skipped[side], self._parts[side]
+        skipped = self._skipped[side]
         skipped.clear()
-        parts.clear()
+        if side == "target":
+            self._parts.clear()
+            self._copies.clear()
         layouts = {name: layout for records in reversed(ranks) for name, layout in records.layouts.items()}
         for records in reversed(ranks):
             skipped.update(records.skipped)
@@ -187,8 +191,8 @@ class _Match:
             joined = self._joined(tap, held, layouts.get(tap.name), len(ranks))
             if isinstance(joined, str):
                 skipped[tap.name] = joined
-                if tap.name not in layouts and len(held) == len(ranks):
-                    parts[tap.name] = held
+                if side == "target" and tap.name not in layouts and len(held) == len(ranks):
+                    self._parts[tap.name] = held
             else:
                 taps.append(joined)
                 if side == "target" and len(held) > 1 and tap.name not in layouts and tap.tags.get("kind") == "param":
@@ -385,7 +389,7 @@ def _call(name: str) -> str:
 
 
 def _same_parts(found: Proposal, copies: Collection[str]) -> list[str]:
-    """Sentences on weights of which all ranks of the target have one and the same part, and none has the rest."""
+    """Sentences on weights whose one part all ranks of the target have, while none has the rest."""
     places = Counter(pair.baseline for pair in found.pairs)
     return [
         f"All ranks of the target have the same part of {TapCallName.of(pair.baseline).name} in "

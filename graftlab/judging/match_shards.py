@@ -1,4 +1,4 @@
-"""A match of tensors of which each of the target's ranks has another part, with no layout that says which."""
+"""A match of tensors that the target's ranks hold in parts, with no layout that says which part each has."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Interrupted(_Match):
         self._runs += 1
         if self._runs > 1:
             raise KeyboardInterrupt
-        self._parts["target"]["proj"] = [RecordedTap.of("proj", value) for value in TARGET["proj"]]
+        self._parts["proj"] = [RecordedTap.of("proj", value) for value in TARGET["proj"]]
         hidden = [RecordedTap.of("hidden", HIDDEN, order=0)]
         return hidden, hidden
 
