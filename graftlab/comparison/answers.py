@@ -112,10 +112,10 @@ def answer_of(findings: Findings, trusted: bool, results_compared: bool) -> Answ
     if not trusted or findings.not_repeated or findings.target_not_repeated:
         return "inconclusive"
     named = {*findings.named} - {*findings.rounding.groups}
-    if named or findings.data or findings.following or (findings.unexplained and not findings.is_rounding_possible):
+    if findings.data or findings.following:
         return "differ"
-    if findings.unexplained:
-        return "inconclusive"
+    if named or findings.unexplained:
+        return "inconclusive" if findings.is_rounding_possible else "differ"
     if findings.raised or findings.inconclusive:
         # Nothing was judged, so that nothing is named proves nothing.
         return "inconclusive"

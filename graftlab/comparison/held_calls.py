@@ -163,6 +163,14 @@ def _in_more_bits(
         merged = None if proposal is None else _merged_weights(found, narrow, proposal)
         said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
         return wide, [merged, said] if merged else [said], merged is not None
+    if found.is_rounding_possible and found.named:
+        chosen = next(each for each in found.lines if each.chooses)
+        sentence = (
+            f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ from a choice on "
+            f"({chosen.operation.partition('(')[0]}, {chosen.stack[0]}): rounding may have made what it chooses from "
+            "equal or changed its order, or the target rounds more."
+        )
+        return wide, [sentence], False
     if not found.unexplained:
         return wide, [], False
     sentence = (
@@ -421,7 +429,8 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     if not rounding_may_hide_mistakes(verdict):
         if frame["dtype"].isin(_NARROW).any() and answer_of(found, True, True) == "agree":
             repeats.note_equal()
-        return None
+        if not (found.begins_at_choices and frame["dtype"].isin(_NARROW).any()):
+            return None
     wide = repeats.in_float32(choice, is_first=is_first)
     # What the call is given stays in 16 bits where only its operators compute in more.
     is_given = (wide.frame["group"].map(kind_of_group) == "input") & (wide.frame["added"] == 0)
@@ -437,6 +446,8 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         ratio = float(wide.frame["ratio"].max()) if len(wide.frame) else 0.0
         looked = replace(found, in_float32=ratio, looked_in=wide.findings.looked_in, rounding=rounding)
         return Verdict(looked, runs)
+    if found.named and not rounding_may_hide_mistakes(verdict):
+        return None
     # Weights that differ by one rounding differ in float32, and whatever reads them.
     is_of_code = (wide.named or wide.findings.unexplained) and (wide.findings.weights_lent or not wide.findings.data)
     if answer == "differ" and is_of_code:

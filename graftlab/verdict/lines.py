@@ -70,7 +70,16 @@ class DifferingLine:
         reads_shape_alone = name.endswith("_like") or name.startswith("new_")
         return self.confirmed or not (self.is_suspect or counts or reads_shape_alone)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the operation chooses among values by their order, which rounding may change: ``topk``, ``argmax``,
+        ``max`` along a dimension.
+        """
+        name = self.operation.partition("(")[0]
+        return name in _CHOICES or (name in ("max", "min", "median", "mode") and bool(self.arguments))
 
+
+_CHOICES = {"topk", "argmax", "argmin", "sort", "argsort", "kthvalue"}
 COLUMNS = tuple(each.name for each in fields(DifferingLine))
 
 
@@ -121,6 +130,12 @@ def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple
     found = [each for each in lines if each.group in groups]
     shown = _first_of_sides([each for each in found if each.group == found[0].group]) if found else []
     return tuple((each.side, each.file, each.line, each.source) for each in shown)
+
+
+def begin_at_choices(lines: Sequence[DifferingLine], groups: Sequence[str]) -> bool:
+    """Whether each of these groups has lines, the first of which choose among values by their order on a side."""
+    shown = [_first_of_sides([each for each in lines if each.group == group]) for group in groups]
+    return bool(shown) and all(any(each.chooses for each in found) for found in shown)
 
 
 def explained_by_code(lines: Sequence[DifferingLine]) -> set[str]:

@@ -20,7 +20,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED, records
 from graftlab.verdict.causes import Causes, effects_in_words
 from graftlab.verdict.hints import Hint
-from graftlab.verdict.lines import DifferingLine, first_places, lines_in_words
+from graftlab.verdict.lines import DifferingLine, begin_at_choices, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import (
     NOT_EXAMINED,
@@ -147,8 +147,13 @@ class Findings:
 
     @property
     def is_rounding_possible(self) -> bool:
-        """Whether rounding may have changed a choice, which nothing else explains: in more bits the calls agree."""
-        return self.only_without_grafts and self.in_float32 is not None
+        """Whether rounding may have changed a choice, which explains what differs: in more bits the calls agree."""
+        return self.in_float32 is not None and (self.begins_at_choices if self.named else self.only_without_grafts)
+
+    @property
+    def begins_at_choices(self) -> bool:
+        """Whether all named groups differ from a line on that chooses among values, such as a router's ``topk``."""
+        return not self.data and begin_at_choices(self.lines, [*{*self.named} - {*self.rounding.groups}])
 
     @property
     def named(self) -> list[str]:

@@ -378,6 +378,36 @@ def test_agreement_in_float32_is_stated_with_its_largest_ratio() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "chooses", "wide", "answer"),
+    [
+        ("bfloat16", True, found(ratio=0.25), "inconclusive"),
+        ("bfloat16", True, found("a", label="culprit"), "differ"),
+        ("bfloat16", True, found(data=["Weights differ."]), "differ"),
+        ("bfloat16", False, None, "differ"),
+        ("float32", True, None, "differ"),
+    ],
+)
+def test_a_choice_that_rounding_may_have_changed_is_judged_in_float32(
+    dtype: str, chooses: bool, wide: Findings | None, answer: str
+) -> None:
+    place = {"group": "a", "side": "target", "confirmed": True, "stack": ("moe.py:76",)}
+    line: Any = SimpleNamespace(**place, operation="max(bf16[1, 4], dim=-1)", chooses=chooses)
+    narrow = found("a", dtype=dtype, label="culprit", lines=[line])
+    runs = Runs(narrow, Mock() if wide is None else Verdict(wide, 5))
+    comparison = runs.judge(held(), held())
+    assert comparison.answer == answer
+    assert runs.in_float32.called is (wide is not None)
+    if answer == "inconclusive":
+        (remark,) = comparison.remarks
+        assert remark.startswith("In float32, from the same numbers, the calls agree. In 16 bits they differ from a ")
+        assert "choice on (max, moe.py:76): rounding may have" in remark
+        assert (comparison.findings.in_float32, comparison.runs) == (0.25, 12)
+    else:
+        # What was named in 16 bits stands.
+        assert (comparison.findings, comparison.remarks) == (narrow, ())
+
+
+@pytest.mark.parametrize(
     ("findings", "is_tried"),
     [
         (found(dtype="bfloat16"), True),

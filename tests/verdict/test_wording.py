@@ -13,6 +13,7 @@ import pytest
 
 from graftlab.base.tap_groups import group_of
 from graftlab.base.world import Side
+from graftlab.comparison.answers import answer_of
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.lines import (
@@ -299,13 +300,43 @@ def test_a_cause_that_neighbouring_values_may_share_is_mentioned() -> None:
     assert "read a tensor" not in said(tap("q", 9.0), tap("q", 9.0, kind="grad"))
 
 
-def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False) -> DifferingLine:
+def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False, **parts: Any) -> DifferingLine:
     frame = SourceFrame(f"{side}.py", number, "forward", "t = silu(t)")
     flags: dict[str, Any] = dict.fromkeys(("is_suspect", "lacks_sum", "is_only_here"), False)
     place: dict[str, Any] = {"tap": group, "step": 0, "occurrence": 0, "rank": 0}
     known: dict[str, Any] = {"operation": f"silu({group})", "stack": (frame,), **flags, **place}
     known |= dict.fromkeys(("arguments", "shapes", "state", "written"), ())
-    return DifferingLine(group, side, frame.file, number, frame.source, confirmed=confirmed, **known)
+    return DifferingLine(group, side, frame.file, number, frame.source, confirmed=confirmed, **{**known, **parts})
+
+
+@pytest.mark.parametrize(
+    ("lines", "begins"),
+    [
+        ([line("a", "target", operation="max(bf16[1, 4], dim=-1)", arguments=("dim=-1",))], True),
+        ([line("a", "target", operation="argmax(f32[4])"), line("a", "baseline")], True),
+        ([line("a", "target"), line("a", "baseline", operation="topk(f32[4], 1)")], True),
+        # The largest of all values, and the larger of two, are no choices.
+        ([line("a", "target", operation="max(bf16[4])")], False),
+        ([line("a", "target")], False),
+        ([line("a", "target", operation="silu(f32[4])"), line("a", "target", 9, operation="topk(f32[4], 1)")], False),
+        # The other group has no line.
+        ([line("b", "target", operation="argmax(f32[4])")], False),
+        ([], False),
+    ],
+)
+def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine], begins: bool) -> None:
+    found = Findings(pd.DataFrame({"group": ["a", "c"], "label": ["culprit", "inherited"]}), 5.0, 1, lines=lines)
+    assert found.begins_at_choices is begins
+    assert not found.is_rounding_possible
+    found = replace(found, in_float32=0.5)
+    assert found.is_rounding_possible is begins
+    assert not replace(found, only_without_grafts=not begins, data=["Weights differ."]).is_rounding_possible
+    assert answer_of(found, True, True) == ("inconclusive" if begins else "differ")
+    # A choice explains nothing that differs elsewhere too.
+    also = pd.DataFrame({"group": ["a", "d"], "label": ["culprit", "culprit"]})
+    assert not replace(found, frame=also).is_rounding_possible
+    rounding = RoundingGroups(("d",))
+    assert replace(found, frame=also, rounding=rounding).is_rounding_possible is begins
 
 
 def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
