@@ -134,6 +134,9 @@ def _paired(
             proposal = _matched(repeats, target)
         except MatchError as error:
             return None, [f"Taps could not be paired by value: {error}"]
+    elif proposal is None and choice.match_trained and choice.match is None and _train_others(baseline, target):
+        with suppress(MatchError):
+            proposal = _matched(repeats, target)
     return proposal, []
 
 
@@ -515,7 +518,23 @@ def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDes
     if len(baseline) != 1 or len(target) != 1 or any(call.needs_backward for call in (*baseline, *target)):
         # Ranks may have parts of a batch, and so may the calls before one update.
         return True
-    ours, theirs = baseline[0].returned, target[0].returned
+    return _have_equal_shapes(baseline[0], target[0])
+
+
+def _train_others(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether each side trains weights that the other has no name for, so that their updates would not be compared.
+
+    Several ranks, and results of other shapes, may have parts of a batch, whose values do not pair.
+    """
+    if len(baseline) != 1 or len(target) != 1 or not (baseline[0].needs_backward and target[0].needs_backward):
+        return False
+    ours, theirs = {*baseline[0].trained}, {*target[0].trained}
+    return bool(ours - theirs and theirs - ours) and _have_equal_shapes(baseline[0], target[0])
+
+
+def _have_equal_shapes(baseline: CallDescription, target: CallDescription) -> bool:
+    """Whether all results that both sides have are of the same shape."""
+    ours, theirs = baseline.returned, target.returned
     return all(ours[path].shape == theirs[path].shape for path in ours if path in theirs)
 
 

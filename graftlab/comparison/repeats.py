@@ -54,13 +54,15 @@ class NoCloserLookError(GraftError):
 class JudgingChoice:
     """How held calls are judged: the arguments of the same names of :meth:`graftlab.Session.verdict`.
 
-    ``match`` chooses whether taps are paired by value; None means only if their names do not pair.
+    ``match`` chooses whether taps are paired by value; None means only if their names do not pair, and with
+    ``match_trained`` also if each side trains weights that the other has no name for.
     """
 
     match: bool | None = None
     output: str | None = None
     floor: float | Literal["auto"] = "auto"
     threshold: float = 5.0
+    match_trained: bool = False
 
 
 class Repeats:

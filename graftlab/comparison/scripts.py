@@ -482,7 +482,8 @@ class _HeldInTurn:
         judging = self._choice.judging
         why = why_not_held(baseline, target)
         if why is None or self._started is None:
-            compared = judge_held_calls(Repeats(self._session), baseline, target, judging, known, self._inherited)
+            matching = replace(judging, match_trained=True)
+            compared = judge_held_calls(Repeats(self._session), baseline, target, matching, known, self._inherited)
             why = why or why_not_repeated(compared)
         if why is not None and self._started is not None:
             self._announce(announcement(why))

@@ -99,6 +99,8 @@ class CallDescription:
     not_compared: tuple[str, ...] = ()
     writes_weights: bool = False
     """Whether the call changes weights, which repetitions do not put back."""
+    trained: tuple[str, ...] = ()
+    """The names of the model's weights that need gradients."""
 
     @property
     def returned(self) -> dict[str, torch.Tensor]:
@@ -242,6 +244,7 @@ class HeldCall:
             self._untapped(whole_numbers),
             not_compared=tuple(value_in_words(path) for path in self._left),
             writes_weights=writes_weights,
+            trained=tuple(self._trained()),
         )
 
     def _weight_versions(self) -> list[int]:
@@ -490,12 +493,7 @@ class HeldCall:
         for model in self._models.values():
             # Those that the call has gathered get no gradients.
             _reshard(model)
-        weights = {
-            f"{prefix}{name}": weight
-            for prefix, model in self._models.items()
-            for name, weight in weights_of(model, "", _every, _none, buffers=False).items()
-            if weight.requires_grad and weight.is_leaf
-        }
+        weights = self._trained()
         for weight in weights.values():
             weight.grad = None
         reached = [tensor for tensor in results.values() if tensor.requires_grad]
@@ -510,6 +508,14 @@ class HeldCall:
         for name, weight in reversed(weights.items()):
             if handler is not None and weight.grad is not None:
                 handler.tap(name, weight.grad, None, {"kind": "param_grad"})
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{prefix}{name}": weight
+            for prefix, model in self._models.items()
+            for name, weight in weights_of(model, "", _every, _none, buffers=False).items()
+            if weight.requires_grad and weight.is_leaf
+        }
 
     def _is_sharded(self) -> bool:
         """Whether the call's graph ends in weights that FSDP2 has gathered, which are not those of the model.

@@ -168,6 +168,35 @@ def test_taps_are_matched_where_names_do_not_pair_or_if_asked() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("trained", "choice", "wanted"),
+    [
+        (("a.w", "y.w"), {"match_trained": True}, True),
+        (("a.w", "y.w"), {}, False),
+        (("a.w", "y.w"), {"match_trained": True, "match": False}, False),
+        # The target trains one weight less, or one more.
+        (("a.w",), {"match_trained": True}, False),
+        (("a.w", "b.w", "y.w"), {"match_trained": True}, False),
+    ],
+)
+def test_weights_that_names_leave_unpaired_are_matched_before_their_update(
+    trained: tuple[str, ...], choice: dict[str, bool], wanted: bool
+) -> None:
+    ours = held(needs_backward=True, trained=("a.w", "b.w"))
+    theirs = replace(ours, trained=trained)
+    proposal = Proposal((Pair("b.w", "y.w"),))
+    runs = Runs(found(), match=proposal)
+    assert runs.judge(ours, theirs, **choice).match is (proposal if wanted else None)
+    assert runs.match.called is wanted
+    # Parts of a batch have no equal values, and names pair the rest if a match fails.
+    for split in ([theirs, theirs], replace(theirs, plain={"": ONES[:2]})):
+        runs = Runs(found(), match=proposal)
+        runs.judge(ours, split, **choice)
+        assert not runs.match.called
+    comparison = Runs(found(), match=MatchError("no values are alike")).judge(ours, theirs, **choice)
+    assert (comparison.answer, [each for each in comparison.remarks if "paired" in each]) == ("agree", [])
+
+
 def test_pairs_of_an_earlier_call_that_do_not_fit_a_later_one_are_matched_again() -> None:
     def pair(name: str, layout: str) -> Pair:
         return Pair(name, f"t.{name}", parse_layout(layout), sureness="exact")

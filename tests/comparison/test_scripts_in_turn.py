@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from graftlab.comparison import scripts
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
+from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import leave, uncompared_calls
@@ -181,6 +183,26 @@ def test_four_calls_are_judged_by_default_and_the_results_of_later_ones_looked_a
     # To describe a whole call repeats it several times.
     described = [each for each in found.scripts.asked if "describe" in each and each.startswith("baseline")]
     assert described == ["baseline describe_call"] * 4 + ["baseline describe_result"] * 3
+
+
+def test_only_held_calls_match_weights_that_names_leave_unpaired(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    # Of scripts that are started again, pairs by value cannot be confirmed.
+    given: list[object] = []
+
+    def judge(choice: object) -> Comparison:
+        given.append(choice)
+        return compared("agree")
+
+    monkeypatch.setattr(scripts, "judge_held_calls", lambda *parts: judge(parts[3]))
+    assert of_scripts(judging=JudgingChoice(threshold=7.0)).judge(calls(1)).answer == "agree"
+    assert given == [JudgingChoice(threshold=7.0, match_trained=True)]
+    refused = of_scripts()
+    refused.started = Mock(starts=3, judge_call=lambda *parts: judge(parts[2]))
+    monkeypatch.setattr(scripts, "why_not_repeated", lambda _: "It cannot be repeated.")
+    refused.judge(calls(1))
+    assert given[1:] == [JudgingChoice(match_trained=True), JudgingChoice()]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,12 @@ def test_a_description_keeps_its_numbers_when_the_next_call_overwrites_them() ->
     assert not of(lambda: model(x), model).describe().plain[""].requires_grad
 
 
+def test_a_call_is_described_with_the_weights_that_need_gradients() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)).requires_grad_()
+    model[0].bias.requires_grad_(False)
+    assert of(lambda: model(torch.ones(2)), model).describe().trained == ("0.weight", "1.weight")
+
+
 def test_weights_of_inference_mode_count_no_writes() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)
