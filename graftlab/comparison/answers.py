@@ -76,10 +76,11 @@ class ReasonedAnswer:
         self.reasons = [] if reasons is None else reasons
         self.has_other_batch = False
 
-    def doubt(self, why: str | None) -> None:
-        """Withdraw an agreement for this reason, if there is one. Other answers stay, without the reason."""
-        if why and self.withdraw_agreement():
-            self.reasons.append(why)
+    def doubt(self, *why: str | None) -> None:
+        """Withdraw an agreement for these reasons, if there are any. Other answers stay, without the reasons."""
+        reasons = [each for each in why if each]
+        if reasons and self.withdraw_agreement():
+            self.reasons += reasons
 
     def withdraw_agreement(self, instead: Answer = "inconclusive") -> bool:
         """Replace ``"agree"``, and no other answer. Returns whether it was replaced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import pandas as pd
 from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, first_of, listed
 from graftlab.base.world import SIDES, other_side
-from graftlab.comparison.answers import Comparison, answer_of
+from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of
 from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, restore_plan
@@ -57,106 +57,127 @@ def judge_held_updates(
     session = repeats.session
     if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
         session.edit(pairs=[*session.plan.pairs, *states])
-    try:
-        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
-        given = session.run(show_inputs, show_inputs).frame
-    finally:
-        restore_plan(session)
+    given = _compared(session, show_inputs, show_inputs)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
+    has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    of_parts = None
-    if gradients.parts and repeats.in_place:
-        of_parts = _update_from_parts(session, gradients.named, choice.threshold)
-        # The step may reduce them, and make a mistake in that.
-        tried = (
-            *gradients.sentences,
-            "From its ranks' own gradients the target's step does not compute the baseline's update.",
-        )
-        gradients = replace(gradients, sentences=tried)
-    taken = take_equal_inputs(session)
-    small = None
-    if of_parts is not None:
-        # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
-        own = {row.get("target_name") or row["name"] for row in rows if row["name"] in gradients.named}
-        session.run(None, partial(divide_gradients, gradients.parts, own))
-        small = _small_difference(session, gradients.parts)
+    step = _judge_step(repeats, choice, rows, gradients, len(target))
+    if step.from_parts:
         gradients = replace(gradients, sentences=(), named=())
-        verdict = Verdict(Findings(of_parts, choice.threshold, len(target)), 1)
-    else:
-        # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
-        verdict = repeats.verdict(choice, explain=False)
+    on_step, findings = _on_step(step, gradients, has_closure, has_gradients)
+    findings = replace(
+        findings,
+        frame=pd.concat([_gradient_frame(given, gradients.named), findings.frame], ignore_index=True),
+        inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
+    )
     moved = [
         f"The {side}'s step of {each[0].optimizer} cannot be replayed: from the same weights, gradients and state it "
         "computes a different update. Do not rely on anything below."
         for side, each in (("baseline", baseline), ("target", target))
         if any(one.not_repeated for one in each)
     ]
-    settings = _differing_settings(baseline[0], target[0], rows)
-    # A trainer's own optimizer may compute the same: its class alone is no difference.
-    classes = _differing_classes(baseline[0], target[0])
     parted = [*_without_state(given, rows, baseline[0], target[0]), *_parted(rows)]
-    remarks = [*moved, *parted, *gradients.sentences, *classes, *settings]
-    findings = verdict.findings
-    computed = bool(findings.named)
-    has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
-    if of_parts is not None:
-        remarks.append(f"{_ADDED_UP} {'a different' if computed else 'the same'} update.")
-    elif not computed:
-        remarks.append("From equal weights, gradients and state both sides compute the same update.")
-    elif has_closure:
-        remarks.append("From equal weights and state both sides compute different steps.")
-        if not _differs_in_first_call(findings):
-            remarks.append("The closure's first call agrees; its later calls use weights that the step has changed.")
-            findings = _model_inherits(findings)
-    elif not has_gradients:
-        remarks.append("The updates differ, and no gradient was compared.")
-    elif not gradients.sentences:
-        remarks.append("The gradients agree, and the updates computed from them differ.")
-    remarks += [f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(taken))]
-    findings = replace(
-        findings,
-        frame=pd.concat([_gradient_frame(given, gradients.named), findings.frame], ignore_index=True),
-        inputs=[*findings.inputs, *(f"{group_of(name)}@param_grad" for name in gradients.named)],
-    )
-    answer = answer_of(verdict.findings, not moved, True)
-    if answer == "agree" and not has_closure and not has_gradients:
-        answer = "inconclusive"
-        remarks.insert(0, "No gradient was compared: those of the two sides have no names and shapes in common.")
-    if answer == "agree" and small is not None:
-        answer = "inconclusive"
-        remarks.insert(0, small)
-    doubts = [each for each in (gradients.rounding, gradients.losses) if each]
-    if answer == "agree" and doubts:
-        answer = "inconclusive"
-        remarks[:0] = doubts
-    if not moved and (parted or gradients.sentences or settings):
-        answer = "differ"
+    settings = _differing_settings(baseline[0], target[0], rows)
+    conclusion = ReasonedAnswer(answer_of(step.verdict.findings, not moved, True))
+    if not (has_closure or has_gradients):
+        conclusion.doubt("No gradient was compared: those of the two sides have no names and shapes in common.")
+    conclusion.doubt(step.small)
+    conclusion.doubt(gradients.rounding, gradients.losses)
+    if not moved and (parted or gradients.sentences or step.tried or settings):
+        conclusion.answer = "differ"
     lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows, proposal is not None)
     apart, elsewhere = _updated_elsewhere(baseline[0], target[0], rows)
-    left_to_next_update: tuple[str, ...] = ()
-    if answer == "agree" and apart:
-        answer = "inconclusive"
-        remarks[:0] = ["All that was compared agrees.", *apart, *lacking]
-        # In 16 bits weights may differ by as much as a small update before the next one.
-        is_wide = {*baseline[0].dtypes.values(), *target[0].dtypes.values()} == {"float32"}
-        left_to_next_update = elsewhere if is_wide and not lacking else ()
-    elif answer == "agree" and lacking:
-        answer = "inconclusive"
-        remarks[:0] = ["All that was compared agrees.", *lacking]
-    elif answer == "differ":
-        remarks += [*apart, *lacking]
+    # In 16 bits weights may differ by as much as a small update before the next one.
+    is_wide = {*baseline[0].dtypes.values(), *target[0].dtypes.values()} == {"float32"}
+    may_follow = conclusion.answer == "agree" and bool(apart) and is_wide and not lacking
+    if apart or lacking:
+        conclusion.doubt("All that was compared agrees.", *apart, *lacking)
     return Comparison(
         findings,
-        verdict.runs,
+        step.verdict.runs,
         session,
         proposal,
-        answer,
-        tuple(remarks),
-        left_to_next_update=left_to_next_update,
+        conclusion.answer,
+        (
+            *conclusion.reasons,
+            *moved,
+            *parted,
+            *gradients.sentences,
+            *step.tried,
+            # A trainer's own optimizer may compute the same: its class alone is no difference.
+            *_differing_classes(baseline[0], target[0]),
+            *settings,
+            *on_step,
+            *(f"{NOT_CHECKED}{each}" for each in (*gradients.unseen, *_not_taken(step.taken))),
+            *((*apart, *lacking) if conclusion.answer == "differ" else ()),
+        ),
+        left_to_next_update=elsewhere if may_follow else (),
         equal_weights=_equal_weights(rows),
     )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was judged: ``taken`` are the rows of its equal inputs.
+
+    ``from_parts`` means that each of the target's ranks had its own part of the gradients. ``small`` is a sentence on
+    a difference that is small beside the update, and ``tried`` one on parts from which the target computes another.
+    """
+
+    verdict: Verdict
+    taken: pd.DataFrame
+    from_parts: bool = False
+    small: str | None = None
+    tried: tuple[str, ...] = ()
+
+
+def _judge_step(
+    repeats: Repeats,
+    choice: JudgingChoice,
+    rows: Sequence[Mapping[str, Any]],
+    gradients: GradientFindings,
+    ranks: int,
+) -> _Step:
+    """Judge both sides' steps from equal inputs; if the target's may add up its ranks' gradients, from these parts."""
+    session = repeats.session
+    may_add = bool(gradients.parts) and repeats.in_place
+    of_parts = _update_from_parts(session, gradients.named, choice.threshold) if may_add else None
+    taken = take_equal_inputs(session)
+    if of_parts is None:
+        # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
+        verdict = repeats.verdict(choice, explain=False)
+        # The step may reduce them, and make a mistake in that.
+        tried = "From its ranks' own gradients the target's step does not compute the baseline's update."
+        return _Step(verdict, taken, tried=(tried,) if may_add else ())
+    # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
+    own = {row.get("target_name") or row["name"] for row in rows if row["name"] in gradients.named}
+    session.run(None, partial(divide_gradients, gradients.parts, own))
+    small = _small_difference(session, gradients.parts)
+    return _Step(Verdict(Findings(of_parts, choice.threshold, ranks), 1), taken, from_parts=True, small=small)
+
+
+def _on_step(
+    step: _Step, gradients: GradientFindings, has_closure: bool, has_gradients: bool
+) -> tuple[list[str], Findings]:
+    """Sentences on what the step computes from equal inputs, and its findings without what follows from them."""
+    findings = step.verdict.findings
+    computed = bool(findings.named)
+    if step.from_parts:
+        return [f"{_ADDED_UP} {'a different' if computed else 'the same'} update."], findings
+    if not computed:
+        return ["From equal weights, gradients and state both sides compute the same update."], findings
+    if has_closure:
+        remarks = ["From equal weights and state both sides compute different steps."]
+        if _differs_in_first_call(findings):
+            return remarks, findings
+        remarks.append("The closure's first call agrees; its later calls use weights that the step has changed.")
+        return remarks, _model_inherits(findings)
+    if not has_gradients:
+        return ["The updates differ, and no gradient was compared."], findings
+    alone = not (gradients.sentences or step.tried)
+    return ["The gradients agree, and the updates computed from them differ."] if alone else [], findings
 
 
 def _pairs_of_states(
@@ -194,12 +215,8 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
     None if some of these weights were not compared, or most differ: then the target's step does not add up the parts.
     """
     take_equal_inputs(session, "kind != 'param_grad'")
-    try:
-        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
-        # How far the update moves each weight: its error may be small beside the weight.
-        moved, after = (_weights_after(session, each) for each in (show_unchanged, repeat_call))
-    finally:
-        restore_plan(session)
+    # How far the update moves each weight: its error may be small beside the weight.
+    moved, after = (_weights_after(session, each) for each in (show_unchanged, repeat_call))
     sizes = {_place(row): row["rel_l2"] or 0.0 for row in records(moved)}
     rows = records(after)
     compared = {row["name"] for row in rows}
@@ -224,11 +241,7 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
 
 def _small_difference(session: Session, parts: int) -> str | None:
     """A sentence if, from gradients that add up to the baseline's, the updated weights differ by more than rounding."""
-    try:
-        lend_plan(session, b2t=None, t2b=None, compare="True", keep=None)
-        rows = records(_weights_after(session, repeat_call))
-    finally:
-        restore_plan(session)
+    rows = records(_weights_after(session, repeat_call))
     # Halves, or fourths, add up to the same number, which leaves the update alone to round.
     times = _DRIFT if parts & (parts - 1) else _ONCE
     apart = {row["name"]: row["rel_l2"] or 0.0 for row in rows if not _is_rounding(row, times)}
@@ -243,8 +256,19 @@ def _small_difference(session: Session, parts: int) -> str | None:
 
 def _weights_after(session: Session, target: Callable[[], Any]) -> pd.DataFrame:
     """The rows of the weights that the baseline's update and this function of the target show."""
-    frame = session.run(repeat_call, target).frame
+    frame = _compared(session, repeat_call, target)
     return frame[frame["status"].isin(MEASURED) & (frame["tags"].map(kind_of) == "param")]
+
+
+def _compared(
+    session: Session, baseline: Callable[[], Any], target: Callable[[], Any], b2t: str | None = None
+) -> pd.DataFrame:
+    """The rows of a run of these functions in which every tap is compared."""
+    try:
+        lend_plan(session, b2t=b2t, t2b=None, compare="True", keep=None)
+        return session.run(baseline, target).frame
+    finally:
+        restore_plan(session)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -256,11 +280,7 @@ def take_equal_inputs(session: Session, which: str = "True") -> pd.DataFrame:
 
     ``which`` is a filter that chooses the inputs.
     """
-    try:
-        lend_plan(session, b2t=which, t2b=None, compare="True", keep=None)
-        return session.run(take_inputs, take_inputs).frame
-    finally:
-        restore_plan(session)
+    return _compared(session, take_inputs, take_inputs, which)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:
