@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,10 +37,7 @@ _ONCE = 8.0
 _NARROW = ("bfloat16", "float16")
 # The same update, from gradients that are summed in another order, differs by less than this part of it.
 _OF_UPDATE = 0.01
-_ADDED_UP = (
-    "Each of the target's ranks has its part of the gradients when the step begins; the step adds them up, and from "
-    "equal weights and state both sides compute"
-)
+_FROM_PARTS = "Each of the target's ranks has its part of the gradients when the step begins; the step"
 
 
 def judge_held_updates(
@@ -65,7 +63,9 @@ def judge_held_updates(
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
     step = _judge_step(repeats, choice, rows, gradients, len(target))
     if step.from_parts:
-        gradients = replace(gradients, sentences=(), named=())
+        # The first sentence is on the parts, which the step makes whole; those on factors may explain another update.
+        others = gradients.sentences[1:] if step.verdict.named else ()
+        gradients = replace(gradients, sentences=others, named=())
     on_step, findings = _on_step(step, gradients, has_closure, has_gradients)
     findings = replace(
         findings,
@@ -165,7 +165,12 @@ def _on_step(
     findings = step.verdict.findings
     computed = bool(findings.named)
     if step.from_parts:
-        return [f"{_ADDED_UP} {'a different' if computed else 'the same'} update."], findings
+        does = (
+            "makes one update of them, and from equal weights and state it is a different one"
+            if computed
+            else "adds them up, and from equal weights and state both sides compute the same update"
+        )
+        return [f"{_FROM_PARTS} {does}."], findings
     if not computed:
         return ["From equal weights, gradients and state both sides compute the same update."], findings
     if has_closure:
@@ -212,7 +217,8 @@ def _is_like_weight(update: UpdateDescription, name: str, key: str) -> bool:
 def _update_from_parts(session: Session, names: Sequence[str], threshold: float) -> pd.DataFrame | None:
     """The weights after an update from the ranks' own parts of the gradients, in the form of a verdict's frame.
 
-    None if some of these weights were not compared, or most differ: then the target's step does not add up the parts.
+    None if some of these weights were not compared, or if most differ, and on the ranks too: then the target's step
+    does not add up the parts.
     """
     take_equal_inputs(session, "kind != 'param_grad'")
     # How far the update moves each weight: its error may be small beside the weight.
@@ -225,7 +231,7 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
         for row in rows
         if row["nonfinite_differ"] or not (row["rel_l2"] or 0.0) <= _OF_UPDATE * sizes.get(_place(row), 0.0)
     }
-    if not {*names} <= compared or 2 * len(differing) >= len(compared):
+    if not {*names} <= compared or (2 * len(differing) >= len(compared) and not _are_equal_on_ranks(rows)):
         return None
     frame = added_frame(after, {}, constant=assumed_floor(after["dtype"].dropna())[0])
     is_named = frame["name"].isin(differing)
@@ -237,6 +243,14 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
         floor=floor,
         ratio=ratio.mask(is_named & ~(ratio > threshold), math.inf),
     )
+
+
+def _are_equal_on_ranks(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each weight of these rows is the same on all of the target's ranks, which are several."""
+    found = defaultdict(list)
+    for row in rows:
+        found[row["name"], row["occurrence"]].append((row["mean_target"], row["std_target"]))
+    return all(len(each) > 1 and len({*each}) == 1 for each in found.values())
 
 
 def _small_difference(session: Session, parts: int) -> str | None:

@@ -166,7 +166,7 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.moved = rows(*((name, "param", 1e-5) for name in "wuv"))
     made.done.clear()
     assert "The update of the weight w is computed differently" in judged(made).text
-    assert compared.remarks[0].endswith("from equal weights and state both sides compute a different update.")
+    assert compared.remarks[0].endswith("one update of them, and from equal weights and state it is a different one.")
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
     assert judged(made).answer == "differ"
 
@@ -186,6 +186,32 @@ def test_a_step_that_adds_up_gradients_is_tried_with_equal_sums_too(
     assert (compared.answer, compared.named) == (answer, [])
     told = "The updates agree to 1% of themselves. From gradients that add up to the"
     assert compared.remarks[0].startswith(told) is (answer == "inconclusive")
+
+
+@pytest.mark.parametrize("other_mean", [0.25, 0.5])
+def test_a_step_after_which_ranks_with_other_gradients_have_equal_weights_has_reduced_them(
+    other_mean: float, made: Any
+) -> None:
+    sentences = ("A reduction is missing.", "The baseline multiplies its gradients by 0.5.")
+    made.gradients = GradientFindings(sentences=sentences, named=("w", "v"), parts=2)
+    made.moved = rows(("w", "param", 1e-3), ("v", "param", 1e-3))
+    far = [
+        rows(("w", "param", 1e-2), ("v", "param", 1e-2), rank=rank, mean_target=mean, std_target=1.0)
+        for rank, mean in enumerate((0.25, other_mean))
+    ]
+    made.after = pd.concat(far, ignore_index=True)
+    compared = judged(made)
+    assert compared.answer == "differ"
+    if other_mean == 0.25:
+        assert compared.remarks[0] == sentences[1]
+        assert compared.remarks[1].endswith("from equal weights and state it is a different one.")
+        assert compared.named == ["w@param", "v@param"]
+    else:
+        assert compared.remarks[:2] == sentences
+    # One rank shows nothing.
+    made.after = far[0]
+    made.done.clear()
+    assert judged(made).remarks[0] == sentences[0]
 
 
 @pytest.mark.parametrize("side", ["baseline", "target"])
