@@ -189,9 +189,7 @@ def test_a_step_that_adds_up_gradients_is_tried_with_equal_sums_too(
 
 
 @pytest.mark.parametrize("other_mean", [0.25, 0.5])
-def test_a_step_after_which_ranks_with_other_gradients_have_equal_weights_has_reduced_them(
-    other_mean: float, made: Any
-) -> None:
+def test_a_step_after_which_all_ranks_have_equal_weights_reduces_gradients(other_mean: float, made: Any) -> None:
     sentences = ("A reduction is missing.", "The baseline multiplies its gradients by 0.5.")
     made.gradients = GradientFindings(sentences=sentences, named=("w", "v"), parts=2)
     made.moved = rows(("w", "param", 1e-3), ("v", "param", 1e-3))
