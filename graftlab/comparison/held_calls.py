@@ -17,6 +17,7 @@ from torch import Tensor
 from graftlab.base.tap_groups import kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
+from graftlab.base.world import other_side
 from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
@@ -104,7 +105,9 @@ def judge_held_calls(
         remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
     remarks += conclusion.reasons
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
-    remarks += [*_differing_numbers(baseline, target), *_in_padding(baseline[0], findings)] if differ else []
+    if differ:
+        remarks += [*_in_training_alone(baseline[0], target[0]), *_differing_numbers(baseline, target)]
+        remarks += _in_padding(baseline[0], findings)
     remarks += [f"{NOT_CHECKED}{each}" for each in [*_not_checked(baseline, target), *backward]]
     return Comparison(
         findings,
@@ -343,6 +346,18 @@ def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[Cal
         f"Whole numbers among the arguments already differ: {first_of(list(found), 4)}. No tap shows them, so code "
         "that reads them may be named below although it is right."
     ]
+
+
+def _in_training_alone(baseline: CallDescription, target: CallDescription) -> list[str]:
+    """A sentence if dropouts or batch norms are in training mode on one side, and the other's model is not."""
+    for side, own, other in (("target", target, baseline), ("baseline", baseline, target)):
+        if own.in_training and not other.is_training:
+            verb = "is" if len(own.in_training) == 1 else "are"
+            return [
+                f"On the {side} {first_of(list(own.in_training))} {verb} in training mode, and the "
+                f"{other_side(side)}'s model is not: model.eval() ends that mode."
+            ]
+    return []
 
 
 def _in_padding(call: CallDescription, findings: Findings) -> list[str]:

@@ -504,6 +504,7 @@ class LineSearch:
                     call.rank,
                     each.operation.frames,
                     self._ranks_that_run(call, side, each.operation),
+                    each.operation.is_random,
                 )
                 key = (frame.file, frame.line)
                 if key in seen:

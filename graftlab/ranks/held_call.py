@@ -67,6 +67,17 @@ _MOST_NUMBERS = 64 << 20
 """The most bytes of a call's numbers that are sent to the other side."""
 
 
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
 @dataclass(frozen=True)
 class CallDescription:
     """A rank's report of its held call.
@@ -101,6 +112,10 @@ class CallDescription:
     """Whether the call changes weights, which repetitions do not put back."""
     trained: tuple[str, ...] = ()
     """The names of the model's weights that need gradients."""
+    in_training: tuple[str, ...] = ()
+    """The dropouts and batch norms in training mode, by name."""
+    is_training: bool = False
+    """Whether the model itself is in training mode."""
 
     @property
     def returned(self) -> dict[str, torch.Tensor]:
@@ -245,6 +260,8 @@ class HeldCall:
             not_compared=tuple(value_in_words(path) for path in self._left),
             writes_weights=writes_weights,
             trained=tuple(self._trained()),
+            in_training=tuple(self._in_training()),
+            is_training=any(model.training for model in self._models.values()),
         )
 
     def _weight_versions(self) -> list[int]:
@@ -516,6 +533,13 @@ class HeldCall:
             for name, weight in weights_of(model, "", _every, _none, buffers=False).items()
             if weight.requires_grad and weight.is_leaf
         }
+
+    def _in_training(self) -> Iterator[str]:
+        for prefix, model in self._models.items():
+            for name, module in model.named_modules():
+                depends = isinstance(module, _BATCH_NORMS) or (isinstance(module, _DROPOUTS) and module.p > 0)
+                if module.training and depends:
+                    yield f"{prefix}{name}" or type(module).__name__
 
     def _is_sharded(self) -> bool:
         """Whether the call's graph ends in weights that FSDP2 has gathered, which are not those of the model.

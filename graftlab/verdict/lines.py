@@ -35,6 +35,7 @@ class DifferingLine:
     outlive a call, and whose values the other side does not read: a weight, a buffer, a cache. ``written`` has for each
     of them the step and the line that wrote it last, blank if unknown. ``stack`` is the line itself and then its
     callers, innermost first. ``ranks`` are the side's ranks that run the line for this value, empty if all do.
+    ``is_random`` means that the operation draws random numbers.
     """
 
     group: str
@@ -57,6 +58,7 @@ class DifferingLine:
     rank: int
     stack: tuple[SourceFrame, ...]
     ranks: tuple[int, ...] = ()
+    is_random: bool = False
 
     @property
     def is_telling(self) -> bool:
@@ -122,7 +124,21 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
         head += " (not confirmed):"
     places = [str(each.stack[0]) for each in shown]
     width = max(map(len, places))
-    return [head, *(_in_words(each, place.ljust(width)) for each, place in zip(shown, places, strict=True))]
+    drawn = [] if is_confirmed else _drawn([*first])
+    return [head, *(_in_words(each, place.ljust(width)) for each, place in zip(shown, places, strict=True)), *drawn]
+
+
+def _drawn(first: Sequence[DifferingLine]) -> list[str]:
+    """A sentence if the first lines of both sides, or of one side alone, draw random numbers."""
+    sides = [each.side for each in first if each.is_random]
+    if len(sides) == 2:
+        return [
+            "Both sides draw random numbers there, and not the same ones: seed both alike before this call, and "
+            "restore the state of the generators with a checkpoint."
+        ]
+    if sides and len(first) == 1:
+        return [f"Only the {sides[0]} draws random numbers there, as dropout does unless model.eval() turns it off."]
+    return []
 
 
 def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple[tuple[Side, str, int, str], ...]:

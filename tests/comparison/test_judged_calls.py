@@ -106,6 +106,22 @@ def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> No
 
 
 @pytest.mark.parametrize("side", ["baseline", "target"])
+def test_a_side_that_alone_is_in_training_mode_is_stated_first_if_the_calls_differ(side: str) -> None:
+    trains, infers = held(in_training=("drop",), is_training=True), held()
+    calls = (infers, trains) if side == "target" else (trains, infers)
+    wrong = found("a", label="culprit")
+    other = "baseline" if side == "target" else "target"
+    assert judged(*calls, wrong)[1] == [
+        f"On the {side} drop is in training mode, and the {other}'s model is not: model.eval() ends that mode."
+    ]
+    assert judged(*calls)[1] == []
+    # A model in training mode may have dropouts that are no modules, and one without any computes the same in it.
+    functional = held(is_training=True)
+    calls = (functional, trains) if side == "target" else (trains, functional)
+    assert judged(*calls, wrong)[1] == judged(trains, trains, wrong)[1] == judged(functional, infers, wrong)[1] == []
+
+
+@pytest.mark.parametrize("side", ["baseline", "target"])
 def test_a_call_that_cannot_be_replayed_clears_nothing(side: str) -> None:
     moved = held(not_repeated=("w", "x", "w", "y", "z"))
     for wrong, said in ((moved, "a different result (w, x, y)"), (held(fails_when_repeated="oops"), "repeated (oops)")):

@@ -355,6 +355,9 @@ def test_a_line_has_all_that_was_found_about_its_operation() -> None:
     assert [each[:9] for each in line.written] == ["in step 4", ""]
     assert line.written[0].endswith("line 6")
     assert line.stack == mine.operation.frames
+    assert not line.is_random
+    (line,) = lines_of(call(before=on_both([lost(1, of={"is_random": True})])))
+    assert line.is_random
 
 
 def test_operations_of_one_line_are_one_line_which_any_of_them_confirms() -> None:

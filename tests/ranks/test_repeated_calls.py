@@ -158,6 +158,21 @@ def test_a_call_is_described_with_the_weights_that_need_gradients() -> None:
     assert of(lambda: model(torch.ones(2)), model).describe().trained == ("0.weight", "1.weight")
 
 
+def test_a_call_is_described_with_what_behaves_as_in_training() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.AlphaDropout(0.1))
+    model[4].eval()
+
+    def described() -> tuple[tuple[str, ...], bool]:
+        found = of(lambda: model(torch.ones(3, 2)), model).describe()
+        return found.in_training, found.is_training
+
+    assert described() == (("0", "2"), True)
+    model.eval()
+    assert described() == ((), False)
+    drop = nn.Dropout(0.5)
+    assert of(lambda: drop(torch.ones(2)), drop).describe().in_training == ("Dropout",)
+
+
 def test_weights_of_inference_mode_count_no_writes() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)

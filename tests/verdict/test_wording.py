@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from graftlab.base.tap_groups import group_of
-from graftlab.base.world import Side
+from graftlab.base.world import SIDES, Side
 from graftlab.comparison.answers import answer_of
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
@@ -337,6 +337,26 @@ def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine],
     assert not replace(found, frame=also).is_rounding_possible
     rounding = RoundingGroups(("d",))
     assert replace(found, frame=also, rounding=rounding).is_rounding_possible is begins
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            [line("a", "target", is_random=True), line("a", "baseline", is_random=True)],
+            "Both sides draw random numbers",
+        ),
+        ([line("a", "target", is_random=True)], "Only the target draws random numbers there"),
+        ([line("a", "baseline", is_random=True)], "Only the baseline draws random numbers there"),
+        ([line("a", "target", is_random=True), line("a", "baseline")], None),
+        ([line("a", "target"), line("a", "baseline")], None),
+        # The tap agrees once this alone is changed, so it is not the numbers.
+        ([line("a", side, is_random=True, confirmed=True) for side in SIDES], None),
+    ],
+)
+def test_random_numbers_that_differ_are_said_to(lines: list[DifferingLine], sentence: str | None) -> None:
+    drawn = [each for each in lines_in_words(lines, ["a"]) if "random" in each]
+    assert [each[: len(sentence or "")] for each in drawn] == ([] if sentence is None else [sentence])
 
 
 def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
