@@ -163,7 +163,7 @@ def _on_step(
 ) -> tuple[list[str], Findings]:
     """Sentences on what the step computes from equal inputs, and its findings without what follows from them."""
     findings = step.verdict.findings
-    computed = bool(findings.named)
+    computed = bool({*findings.named} - {*findings.rounding.groups})
     if step.from_parts:
         does = (
             "makes one update of them, and from equal weights and state it is a different one"
@@ -172,7 +172,8 @@ def _on_step(
         )
         return [f"{_FROM_PARTS} {does}."], findings
     if not computed:
-        return ["From equal weights, gradients and state both sides compute the same update."], findings
+        rounded = ", but round differently" if findings.named else ""
+        return [f"From equal weights, gradients and state both sides compute the same update{rounded}."], findings
     if has_closure:
         remarks = ["From equal weights and state both sides compute different steps."]
         if _differs_in_first_call(findings):

@@ -20,7 +20,7 @@ from graftlab.ranks.held_call import repeat_call, show_inputs, show_unchanged, t
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.wording import Findings, RoundingGroups
 
 
 def update(**more: Any) -> UpdateDescription:
@@ -56,7 +56,14 @@ GIVEN = (("w", "param", 0.0), ("w", "param_grad", 0.0))
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is given, and what was done."""
     made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], gradients=GradientFindings(), named=())
-    made.data, made.following, made.after, made.moved, made.of_sums = [], (), None, None, rows(("w", "param", 0.0))
+    made.rounding, made.data, made.following, made.after, made.moved, made.of_sums = (
+        [],
+        [],
+        (),
+        None,
+        None,
+        rows(("w", "param", 0.0)),
+    )
 
     def run(*functions: Any) -> Any:
         made.done.append(functions)
@@ -76,7 +83,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         frame = added_frame(rows(*apart, status="grafted"), {}, compared=rows(*apart), constant=1e-6)
         named = [group for group in frame["group"] if group.partition("@")[0] in made.named]
         labels = labelled(frame, named, made.following, {}, 5.0)
-        return Verdict(Findings(labels, 5.0, 1, data=made.data, following=made.following), 3)
+        rounding = RoundingGroups(tuple(made.rounding))
+        return Verdict(Findings(labels, 5.0, 1, data=made.data, following=made.following, rounding=rounding), 3)
 
     made.taps = [("w", "param")]
     made.repeats = SimpleNamespace(session=session, verdict=verdict, in_place=True)
@@ -124,6 +132,15 @@ def test_a_different_update_differs_from_equal_values(made: Any) -> None:
     assert compared.findings.data == ["The weights already differ"]
     assert "w@param_grad" in compared.findings.inputs
     assert compared.named == ["w@param_grad", "w@param"]
+
+
+def test_an_update_that_only_rounds_differently_is_not_said_to_differ(made: Any) -> None:
+    made.named = ("w",)
+    made.rounding = ["w@param"]
+    compared = judged(made)
+    assert compared.answer == "inconclusive"
+    said = "From equal weights, gradients and state both sides compute the same update, but round differently."
+    assert compared.remarks == (said,)
 
 
 @pytest.mark.parametrize("side", ["baseline", "target"])
