@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,39 +49,59 @@ def chosen_tokens(
     """The whole numbers that differ among the arguments of a call, as choices from the results of the previous call.
 
     Each pair has the baseline's call and the target's. An empty list means that these are no such choices: the
-    baseline's are not the places of its largest logits, or other arguments differ.
+    baseline's are not the places of its largest logits, or other arguments differ. Arguments of different names are
+    such choices only if both sides' are the places of their largest logits.
     """
     ours, theirs = (each.whole_numbers for each in now)
-    differing = [path for path in ours if path in theirs and not torch.equal(ours[path], theirs[path])]
+    results = before[0].plain, before[1].plain
     found = []
+    differing = [path for path in ours if path in theirs and not torch.equal(ours[path], theirs[path])]
     for path in differing:
-        chosen = _chosen(ours[path], theirs[path], before[0].plain, before[1].plain, threshold)
+        chosen = (
+            _chosen(ours[path], theirs[path], *results, threshold) if ours[path].shape == theirs[path].shape else []
+        )
         if not chosen:
             return []
         found += chosen
-    return found
+    if differing:
+        return found
+    left = (
+        [each for path, each in one.items() if path not in other] for one, other in ((ours, theirs), (theirs, ours))
+    )
+    for one, other in itertools.product(*left):
+        if one.squeeze().shape == other.squeeze().shape:
+            shape = max(one.shape, other.shape, key=len)
+            found = _chosen(one.reshape(shape), other.reshape(shape), *results, threshold)
+            if found and all(each.is_targets_largest for each in found):
+                return found
+    return []
 
 
 def _chosen(
     baseline: Tensor, target: Tensor, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], threshold: float
 ) -> list[ChosenToken]:
-    if baseline.shape != target.shape or not 1 <= baseline.dim() <= 2:
+    if not 1 <= baseline.dim() <= 2:
         return []
     mine, other = (each.reshape(-1, each.shape[-1]) for each in (baseline, target))
     if not torch.equal(mine[:, :-1], other[:, :-1]):
         # Earlier tokens were chosen before calls that are no longer known.
         return []
     for path, tensor in ours.items():
-        if path not in theirs or theirs[path].shape != tensor.shape or not tensor.is_floating_point():
-            continue
-        logits, others = (_last_rows(each, len(mine)) for each in (tensor, theirs[path]))
-        if logits is None or others is None or not _are_largest(logits, mine[:, -1]):
-            continue
-        dtypes = [str(each.dtype).removeprefix("torch.") for each in (tensor, theirs[path])]
-        rounding = 2 * threshold * assumed_floor(dtypes)[0]
-        last = zip(mine[:, -1].tolist(), other[:, -1].tolist(), strict=True)
-        chosen = [(row, *tokens) for row, tokens in enumerate(last) if tokens[0] != tokens[1]]
-        return [_of_row(row, logits[row], others[row], one, two, rounding) for row, one, two in chosen]
+        same = [theirs[path]] if path in theirs else []
+        unnamed = [each for name, each in theirs.items() if name not in ours]
+        for partner in [each for each in same if each.shape == tensor.shape] if same else unnamed:
+            if not (tensor.is_floating_point() and partner.is_floating_point()):
+                continue
+            logits, others = (_last_rows(each, len(mine)) for each in (tensor, partner))
+            if logits is None or others is None or logits.shape != others.shape:
+                continue
+            if not _are_largest(logits, mine[:, -1]):
+                continue
+            dtypes = [str(each.dtype).removeprefix("torch.") for each in (tensor, partner)]
+            rounding = 2 * threshold * assumed_floor(dtypes)[0]
+            last = zip(mine[:, -1].tolist(), other[:, -1].tolist(), strict=True)
+            chosen = [(row, *tokens) for row, tokens in enumerate(last) if tokens[0] != tokens[1]]
+            return [_of_row(row, logits[row], others[row], one, two, rounding) for row, one, two in chosen]
     return []
 
 

@@ -78,8 +78,13 @@ class LentWeights:
         if not distance > threshold:
             # Weights that are folded into each other, or permuted together, compute the same: each side needs its own.
             # Without a known distance they may as well be wrong.
-            are_alike = distance <= threshold
-            return cls(stored=stored_otherwise(runs, differing_rows(plain, threshold), threshold) if are_alike else {})
+            if math.isnan(distance):
+                return cls()
+            return cls(stored=stored_otherwise(runs, differing_rows(plain, threshold), threshold, agrees=True))
+        stored = stored_otherwise(runs, differing_rows(plain, threshold), threshold, agrees=False)
+        rows = [row for row in rows if row["name"] not in stored]
+        if not rows:
+            return cls(stored=stored)
         looked_at = rows[:_WEIGHTS_LOOKED_AT]
         try:
             compared = runs.lend_weights([row["name"] for row in rows], [row["name"] for row in looked_at])
@@ -87,10 +92,10 @@ class LentWeights:
             if isinstance(error, VerdictAbandoned) or runs.session.closed:
                 raise
             _log.debug("verdict: the target could not be given the baseline's weights", exc_info=True)
-            return cls(failure=str(error).partition("\n")[0])
+            return cls(failure=str(error).partition("\n")[0], stored=stored)
         if _distance(compared, runs.returned) > _FARTHER * distance:
             runs.return_weights()
-            return cls()
+            return cls(stored=stored)
         hints, maps = {}, {}
         for row in looked_at:
             name, group = row["name"], group_of(row["name"])
@@ -104,7 +109,7 @@ class LentWeights:
                 maps[group] = ShownMap(name, difference_map(*pair), hint)
             if hint is not None:
                 hints[group] = f"at {name}, {hint}"
-        return cls(with_data_of(compared, plain), hints, maps)
+        return cls(with_data_of(compared, plain), hints, maps, stored=stored)
 
 
 def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,38 +22,60 @@ _MOST = 16 << 20
 _OF_32_BITS = 1e-6
 
 
-def stored_otherwise(runs: VerdictRuns, rows: Sequence[dict[str, Any]], threshold: float) -> dict[str, str]:
+def stored_otherwise(
+    runs: VerdictRuns, rows: Sequence[dict[str, Any]], threshold: float, *, agrees: bool
+) -> dict[str, str]:
     """How the target's weights are made from the baseline's, by name, if they are right; empty if that is not proven.
 
-    ``rows`` are those of all weights that differ, in a run whose results agree. All numbers of a weight must have one
-    factor and one constant, equal in all layers, so that numbers which this call does not read have them too. Each must
-    matter: with the baseline's weight, and all taps grafted, the output of its module differs.
+    ``rows`` are those of all weights that differ; ``agrees`` says that the results agree. All numbers of a weight must
+    have one form, equal in all layers, so that numbers which this call does not read have it too. Each must matter:
+    with the baseline's weight, and all taps grafted, the output of its module differs. If the results differ, it must
+    agree with the target's own weight; weights for which this is not so are left out.
     """
-    names = {row["name"] for row in rows}
-    modules = Counter((row["name"].rpartition(".")[0], row["rank"]) for row in rows)
-    roundings = [roundoff(coarser_dtype(row)) for row in rows]
-    # The rounding of 16 bits hides a wrong number.
-    if not rows or max(roundings) > _OF_32_BITS or max(modules.values()) > 1:
+    if not rows or sum(row["numel"] for row in rows) > _MOST:
         return {}
-    if sum(row["numel"] for row in rows) > _MOST:
-        return {}
+    names = [*{row["name"]: None for row in rows}]
     try:
-        runs.lend_weights([*names], [*names])
-        pairs = [runs.pair(row["name"], int(row["rank"]), 0, {"kind": "param"}) for row in rows]
-        forms = [_form(*pair, 2 * rounding) for pair, rounding in zip(pairs, roundings, strict=True)]
-        of_groups = {(group_of(row["name"]), form) for row, form in zip(rows, forms, strict=True)}
-        if None in forms or len(of_groups) > len({group for group, _ in of_groups}):
+        runs.lend_weights(names, names)
+        formed = _formed(runs, rows)
+        if not formed or (agrees and len(formed) < len(rows)):
             return {}
-        grafted = runs.both("what each tap adds with the baseline's weights", RunFilters(b2t="True"))
+        moved = _moved(runs.both("what each tap adds with the baseline's weights", RunFilters(b2t="True")), threshold)
+        runs.return_weights()
+        wrong = set()
+        if not agrees:
+            wrong = _moved(runs.both("what each tap adds with its own weights", RunFilters(b2t="True")), threshold)
     except GraftError as error:
         if isinstance(error, VerdictAbandoned) or runs.session.closed:
             raise
         return {}
     finally:
         runs.return_weights()
-    if not {*modules} <= _moved(grafted, threshold):
+    unproven = {group_of(row["name"]) for row, _ in formed if _module(row) not in moved - wrong}
+    if agrees and unproven:
         return {}
-    return {row["name"]: str(form) for row, form in zip(rows, forms, strict=True)}
+    return {row["name"]: form for row, form in formed if group_of(row["name"]) not in unproven}
+
+
+def _formed(runs: VerdictRuns, rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """The weights of groups that have one form throughout, if no other weight of their modules differs."""
+    modules = Counter(map(_module, rows))
+    found: dict[str, list[tuple[dict[str, Any], str | None]]] = defaultdict(list)
+    for row in rows:
+        pair = runs.pair(row["name"], int(row["rank"]), 0, {"kind": "param"})
+        alone = modules[_module(row)] == 1
+        found[group_of(row["name"])].append((row, _form(*pair, 2 * roundoff(coarser_dtype(row))) if alone else None))
+    return [
+        (row, form)
+        for group in found.values()
+        if len({form for _, form in group}) == 1
+        for row, form in group
+        if form is not None
+    ]
+
+
+def _module(row: Mapping[str, Any]) -> tuple[str, int]:
+    return row["name"].rpartition(".")[0], row["rank"]
 
 
 def text_on_stored(forms: Mapping[str, str]) -> list[str]:
@@ -74,8 +96,13 @@ def without_weights(compared: pd.DataFrame, names: Collection[str]) -> pd.DataFr
 
 
 def _form(baseline: torch.Tensor, target: torch.Tensor, limit: float) -> str | None:
-    """The factor and the constant that make the one weight from the other up to this error, in words, if they do."""
+    """What makes the one weight from the other up to this error, in words: a factor and a constant, or a roll."""
     if baseline.shape != target.shape or baseline.is_complex() or target.is_complex():
+        return None
+    if (rolled := _roll(baseline.detach(), target.detach())) is not None:
+        return f"the baseline's rolled by {rolled[0]} along dim {rolled[1]}"
+    # The rounding of 16 bits hides a wrong number.
+    if limit > 2 * _OF_32_BITS:
         return None
     ours, theirs = (each.detach().double().flatten() for each in (baseline, target))
     spread = ours - ours.mean()
@@ -96,6 +123,19 @@ def _form(baseline: torch.Tensor, target: torch.Tensor, limit: float) -> str | N
 
 
 _NEAR = 1e-5
+
+
+def _roll(baseline: torch.Tensor, target: torch.Tensor) -> tuple[int, int] | None:
+    """How far, and along which dim, the one weight is the other rolled, as where a fused one has its two parts in the
+    other order.
+    """
+    for dim, size in enumerate(baseline.shape):
+        first = baseline.narrow(dim, 0, 1)
+        alike = (target == first).movedim(dim, 0).reshape(size, -1).all(1).nonzero().flatten().tolist()
+        # Equal rows, such as zeros, show no order.
+        if len(alike) == 1 and 0 < alike[0] < size and torch.equal(baseline.roll(alike[0], dim), target):
+            return alike[0], dim
+    return None
 
 
 def _moved(grafted: pd.DataFrame, threshold: float) -> set[tuple[str, int]]:

@@ -512,6 +512,10 @@ class _Side:
         follows, drawn = self._follows_inputs, self._drawn_data()
         readers = self._readers()
         excused: set[int] = set()
+        # What is only multiplied by zero, such as the decay of an empty state, makes no difference.
+        hides = {
+            each.index for each in self.trace.operations if each.outputs and all(map(self._is_constant, each.outputs))
+        }
         for each in reversed(lost):
             # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,
             # which are data, count.
@@ -519,7 +523,8 @@ class _Side:
                 self.says(number) and self.elsewhere.find(self.trace.fingerprints[number])[0] >= level
                 for number in (each.outputs if each.only_arranges else each.outputs[:1])
             )
-            if is_known or (readers[each.index] and all(index in excused for index in readers[each.index])):
+            of = readers[each.index]
+            if is_known or (of and all(index in excused or index in hides for index in of)):
                 excused.add(each.index)
         left = [each for each in lost if each.index not in excused]
         return left if any(not each.only_arranges for each in left) else lost

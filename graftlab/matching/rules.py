@@ -52,14 +52,15 @@ def rules_of(pairs: Iterable[Pair]) -> list[Rule]:
     for (baseline, target, _, _), group in groups.items():
         numbers = _numbers(group)
         if numbers is not None:
-            agreeing, shifts = numbers
-            if agreeing >= 2:
-                rules.append(Rule(baseline, target, shifts, group[0], agreeing, _constant(group)))
+            following, shifts = numbers
+            seen = len({pair.target for pair in following})
+            if seen >= 2:
+                rules.append(Rule(baseline, target, shifts, following[0], seen, _constant(following)))
     return sorted(rules, key=lambda rule: -rule.seen)
 
 
-def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], ...]] | None:
-    """How the baseline's numbers follow from the target's in most pairs, and in how many distinct ones."""
+def _numbers(group: Sequence[Pair]) -> tuple[list[Pair], tuple[tuple[int | None, int], ...]] | None:
+    """How the baseline's numbers follow from the target's in most pairs, and these pairs."""
     mine = [numbers_of(pair.baseline) for pair in group]
     theirs = [numbers_of(pair.target) for pair in group]
     if len(set(theirs)) < 2:
@@ -76,8 +77,7 @@ def _numbers(group: Sequence[Pair]) -> tuple[int, tuple[tuple[int | None, int], 
         _, _, follows, added = max(options, key=lambda option: (option[0], option[1]))
         ways.append((follows, Counter(own).most_common(1)[0][0] if follows is None else added))
     rule = Rule(pattern_of(group[0].baseline), "", tuple(ways), group[0], 0)
-    agreeing = {pair.target for pair in group if rule.baseline_for(pair.target) == pair.baseline}
-    return len(agreeing), tuple(ways)
+    return [pair for pair in group if rule.baseline_for(pair.target) == pair.baseline], tuple(ways)
 
 
 def _constant(group: Sequence[Pair]) -> tuple[tuple[int, int], ...]:

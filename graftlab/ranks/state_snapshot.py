@@ -7,6 +7,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from graftlab.grafting.overwrite import one_place_each
 # Attributes in which torch keeps a module's parts, apart from its buffers. A forward pass does not change parameters.
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _OF_TORCH = _OF_MODULES - {"training", "_buffers", "_modules"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 # Kinds of objects whose state is not simply their attributes.
 _KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
@@ -34,12 +36,20 @@ def _is_of_sharding(value: Any) -> bool:
     return type(value).__module__.startswith("torch.distributed.") and not isinstance(value, _KNOWN)
 
 
+def _stays(hook: Any) -> bool:
+    """Whether this is a hook of graftlab's taps, or of torch's sharding, whose state is not brought back either."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(("graftlab.", "torch.distributed."))
+
+
 class StateSnapshot:
     """The state of modules and arguments when this object is made. :meth:`restore` brings it back, in place.
 
     It covers the tensors, their gradients, lists, dicts, sets and attributes of objects that can be reached from
-    ``roots``, and the random numbers of torch, numpy and Python. The values of parameters are copied only if
-    ``weights`` is true, as for an optimizer's step, which changes them.
+    ``roots``, and the random numbers of torch, numpy and Python. Hooks that a module's own code has installed since are
+    removed. The values of parameters are copied only if ``weights`` is true, as for an optimizer's step, which changes
+    them.
     """
 
     def __init__(self, roots: Iterable[Any], *, weights: bool = False) -> None:
@@ -121,8 +131,21 @@ class StateSnapshot:
     def _keep_module(self, module: torch.nn.Module) -> None:
         # The nesting of modules has no limit, so each one counts its own levels, which include its children's dict.
         self._keep_attributes(vars(module), _OF_TORCH, 0)
+        self._keep_hooks(module)
         for weight in module._parameters.values():
             self._look_at(weight, 0)
+
+    def _keep_hooks(self, module: torch.nn.Module) -> None:
+        # A model may install hooks in its first call, and note that in an attribute, which is brought back.
+        hooks: list[dict[int, Any]] = [vars(module).get(name, {}) for name in _HOOKS]
+        kept = {key for each in hooks for key in each}
+
+        def undo() -> None:
+            for each in hooks:
+                for key in [key for key, hook in each.items() if key not in kept and not _stays(hook)]:
+                    del each[key]
+
+        self._undo.append(undo)
 
     def _keep_attributes(self, attributes: MutableMapping[str, Any], left_out: frozenset[str], depth: int) -> None:
         kept = {name: value for name, value in attributes.items() if name not in left_out}

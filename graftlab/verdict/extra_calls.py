@@ -80,15 +80,16 @@ def only_before(rows: pd.DataFrame, worst: Mapping[str, Mapping[str, Any]]) -> d
         )
         if at is None:
             continue
-        shown = []
+        shown, count = [], 0
         for side, rank in (("target", tap["rank"]), ("baseline", 0)):
             alone = [row for row in own if row["status"] in _ALONE and (row["side"], row["rank"]) == (side, rank)]
             before = _before(alone, paired, at, is_target=side == "target")
             if names := list(dict.fromkeys(group_of(row["name"]) for row in before if kind_of(row["tags"]) is None)):
                 shown.append(f"the {side} alone has {first_of(names)}")
+                count += len(names)
         if shown:
             sentences[group] = (
-                f"Before {group} {' and '.join(shown)}, which {'was' if len(shown) == 1 else 'were'} not compared."
+                f"Before {group} {' and '.join(shown)}, which {'was' if count == 1 else 'were'} not compared."
             )
     return sentences
 

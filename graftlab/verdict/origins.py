@@ -311,6 +311,10 @@ class _Search:
         by_size = sizes[place].sort_values(ascending=False, kind="stable")
         wrong = given.rows.loc[by_size.index[by_size > min(self._threshold, 0.5 * largest[place])]]
         around = chain[place + 1] if place + 1 < len(chain) else None
+        is_method = around is not None and given.call.is_method and given.call.within[0] == around.call.module
+        function = given.call.function or ""
+        # Until Python 3.11 a comprehension is a function by itself. Without its module, the name forward means nothing.
+        is_no_name = function.startswith("<") or (function == "forward" and not is_method)
         return ErrorOrigin(
             group,
             now["name"],
@@ -323,9 +327,8 @@ class _Search:
             given_to=given.call.module,
             arguments=tuple(dict.fromkeys(tags["argument"] for tags in wrong["tags"])),
             before=self._taps_before(given, around),
-            # Until Python 3.11 a comprehension is a function by itself.
-            function=None if (given.call.function or "").startswith("<") else given.call.function,
-            is_method=around is not None and given.call.is_method and given.call.within[0] == around.call.module,
+            function=None if is_no_name else given.call.function,
+            is_method=is_method,
             not_compared=() if around is None else self._left_out(around),
             not_compared_of="target" if around is None else self._side_left_out(around),
             input_tap=wrong["name"].iloc[0],

@@ -13,7 +13,7 @@ from graftlab.base.text import counted
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import in_groups, in_part, odd_layouts, other_parts, other_roles
-from graftlab.matching.names import layers_of
+from graftlab.matching.names import layers_of, module_of
 from graftlab.matching.pair import Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
@@ -34,6 +34,8 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         if pair.layout.steps and _keeps_shape(pair.layout, shapes.get(pair.target)):
             rearranged.setdefault(pair.layout.text, {})[pair.target] = pair.baseline
     alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
+    # A module that computes the baseline's values reads its weights, and what it computes before, in the right order.
+    ordered = {pair.target for pair in pairs if pair.layout.on_leading_dims() is not None}
     roles = other_roles(pairs)
     names = {each.tap for each in roles}
     # Weights that are all ones or zeros, as a new norm's are, never match by value, and no part is read before them.
@@ -51,7 +53,7 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         for own in list(taps)[:1]
         # An order that several taps share, such as tokens before the batch, is a convention. Two names of one quantity
         # count once.
-        if len(set(taps.values())) == 1 and own not in names
+        if len(set(taps.values())) == 1 and own not in names and module_of(own) not in ordered - by_rule
     ]
     if not contradictions:
         return []

@@ -58,6 +58,23 @@ def test_whole_numbers_of_one_side_alone_are_no_choice() -> None:
     assert chosen_tokens((before, before), (before, alone), 5.0) == []
 
 
+def other_names(call: CallDescription, ids: Tensor, rows: Tensor) -> CallDescription:
+    """The call of a target with other names and shapes: its batch is flat, and it returns the last position alone."""
+    return replace(call, plain={"": rows[:, -1]}, whole_numbers={"ids": ids.flatten(), "pos": torch.tensor([3, 3])})
+
+
+def test_a_near_tie_is_found_in_arguments_and_logits_of_other_names_and_shapes() -> None:
+    ours = logits(4.0 - 1e-6)
+    theirs = rounded(ours)
+    one, other = (each[:, -1:].argmax(-1) for each in (ours, theirs))
+    before = call(ours, one), other_names(call(theirs, one), one, theirs)
+    (token,) = chosen_tokens(before, (call(ours, one), other_names(before[1], other, theirs)), 5.0)
+    assert (token.row, token.baseline, token.target, token.is_tie) == (1, 11, 700, True)
+    # Of those, only one that is the largest is known to be a choice.
+    assert chosen_tokens(before, (call(ours, one), other_names(before[1], other + 1, theirs)), 5.0) == []
+    assert chosen_tokens(before, (call(ours, one), other_names(before[1], one, theirs)), 5.0) == []
+
+
 def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:
     ours = logits(4.0 - 2e-5)
     theirs = ours.clone()

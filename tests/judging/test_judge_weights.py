@@ -18,6 +18,13 @@ class Shifted(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
+class Rolled(nn.Linear):
+    """A linear layer whose code puts the last features of its input first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.roll(4, -1), self.weight, self.bias)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +69,11 @@ def plant(fault: str, net: nn.Sequential) -> None:
         for each in net:
             weight, each.norm = each.norm.weight, Shifted(16)
             each.norm.weight.copy_(weight - 1)
+    if "rolled" in fault:
+        for each in net:
+            plain, each.up = each.up, Rolled(16, 16)
+            each.up.weight.copy_(plain.weight.roll(4, 1))
+            each.up.bias.copy_(plain.bias)
     if "spare" in fault:
         net[1].spare.weight.mul_(2)
     if "slightly" in fault:
@@ -116,18 +128,40 @@ def test_weights_of_another_arrangement_are_not_exchanged(session: gl.Session) -
     assert verdict.labels["layers.*"] == "culprit"
 
 
-def test_weights_that_are_stored_in_another_form_are_no_difference(session: gl.Session) -> None:
-    verdict = session.verdict(call, call, args=("shifted",))
-    assert verdict.text.startswith("No tap adds more than rounding")
-    said = "The target stores weights in another form: layers.*.norm.weight (the baseline's minus 1). "
-    assert f"\n{said}What their modules compute from them agrees." in verdict.text
-    after = session.run(weights, weights, args=("shifted",))
-    assert torch.equal(after.target[0][0], after.baseline[0][0] - 1)
-
-
 @pytest.mark.parametrize(
-    "fault", ["spare", "slightly", "shifted, but spare", "shifted, but one norm", "shifted, but factor"]
+    ("fault", "weight", "form"),
+    [("shifted", "norm.weight", "minus 1"), ("rolled", "up.weight", "rolled by 4 along dim 1")],
 )
+def test_weights_that_are_stored_in_another_form_are_no_difference(
+    session: gl.Session, fault: str, weight: str, form: str
+) -> None:
+    verdict = session.verdict(call, call, args=(fault,))
+    assert verdict.text.startswith("No tap adds more than rounding")
+    said = f"The target stores weights in another form: layers.*.{weight} (the baseline's {form}). "
+    assert f"\n{said}What their modules compute from them agrees." in verdict.text
+    run = session.run(weights, weights, args=(fault,))
+    alike = [torch.equal(*each) for each in zip(run.baseline[0], run.target[0], strict=True)]
+    assert alike.count(False) == 3
+
+
+@pytest.mark.parametrize("fault", ["shifted", "rolled"])
+def test_weights_of_another_form_are_no_difference_beside_wrong_code(session: gl.Session, fault: str) -> None:
+    verdict = session.verdict(call, call, args=(f"{fault}, but factor",))
+    first, *_ = verdict.text.splitlines()
+    assert first.startswith("layers.* is computed differently in layer 2 of 0-2 (")
+    assert "The target stores weights in another form: " in verdict.text
+    assert "already differ" not in verdict.text
+
+
+def test_a_wrong_weight_is_named_beside_weights_of_another_form(session: gl.Session) -> None:
+    verdict = session.verdict(call, call, args=("shifted, but scaled",))
+    first, *_ = verdict.text.splitlines()
+    assert first.startswith("The weights already differ: layers.*.up.weight in layer 1 (rel_l2 0.1). ")
+    assert first.endswith(" With the baseline's weights the target agrees.")
+    assert "The target stores weights in another form: layers.*.norm.weight (the baseline's minus 1). " in verdict.text
+
+
+@pytest.mark.parametrize("fault", ["spare", "slightly", "shifted, but spare", "shifted, but one norm"])
 def test_weights_of_another_form_that_are_not_read_or_wrong_still_differ(session: gl.Session, fault: str) -> None:
     verdict = session.verdict(call, call, args=(fault,))
     assert "already differ: " in verdict.text

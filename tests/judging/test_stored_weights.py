@@ -21,6 +21,8 @@ WEIGHT = torch.randn(256, generator=torch.Generator().manual_seed(0))
         (WEIGHT, None),
         (torch.zeros(256), None),
         (WEIGHT.flip(0), None),
+        (WEIGHT.roll(100), "rolled by 100 along dim 0"),
+        (WEIGHT.roll(100) * 2, None),
     ],
 )
 def test_a_form_has_one_factor_and_one_constant(made: torch.Tensor, words: str | None) -> None:
@@ -34,3 +36,13 @@ def test_a_large_number_does_not_hide_a_wrong_one() -> None:
     wrong = ours * 2
     wrong[1] += 0.1
     assert _form(ours, wrong, LIMIT) is None
+
+
+def test_a_roll_is_found_along_each_dim_and_in_16_bits_but_not_among_equal_rows() -> None:
+    ours = WEIGHT.view(4, 8, 8).bfloat16()
+    for dim in range(3):
+        assert _form(ours, ours.roll(3, dim), 2 * roundoff("bfloat16")) == f"the baseline's rolled by 3 along dim {dim}"
+    assert _form(ours, ours * 2, 2 * roundoff("bfloat16")) is None
+    ours = torch.eye(4)
+    ours[2] = ours[0]
+    assert _form(ours, ours.roll(1, 0), LIMIT) is None

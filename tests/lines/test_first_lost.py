@@ -232,6 +232,25 @@ def test_fused_weights_are_not_a_difference_and_a_missing_bias_beside_them_is() 
     assert any(each.operation.name == "addmm" for each in found.baseline)
 
 
+def test_what_is_only_multiplied_by_zero_is_not_blamed() -> None:
+    """The recurrent side's first decay meets an empty state; the other side computes no such decay."""
+
+    def recurrent(x: Tensor, w: Tensor) -> Tensor:
+        state = torch.zeros(8)
+        steps = []
+        for t in range(2):
+            state = x[t] + w[t].exp() * state
+            steps.append(state)
+        return F.layer_norm(torch.stack(steps), (8,))
+
+    def closed(x: Tensor, w: Tensor) -> Tensor:
+        return F.layer_norm(torch.cat([x[:1], x[1:] + w[1:].exp() * x[:1]]), (8,), eps=0.1)
+
+    found = compared(recurrent, closed, drawn(2, 8), drawn(2, 8, seed=1))
+    assert [each.operation.name for each in found.baseline] == ["native_layer_norm"]
+    assert [each.operation.name for each in found.target] == ["native_layer_norm"]
+
+
 def test_a_differing_constant_comes_before_its_readers() -> None:
     def angles(theta: float) -> Callable[[Tensor], Tensor]:
         def rotate(x: Tensor) -> Tensor:

@@ -309,6 +309,15 @@ def test_a_second_result_is_no_further_layer_of_the_first() -> None:
     assert all(pair.by_value for pair in proposal.pairs)
 
 
+def test_results_in_another_order_make_a_rule_only_for_those_that_follow_it() -> None:
+    """The second layer's other result differs, so that only the first layer shows both."""
+    pairs = [Pair("h.0[0]", "layers.0[1]"), Pair("h.0[1]", "layers.0[0]"), Pair("h.1[0]", "layers.1[1]")]
+    (rule,) = rules_of(pairs)
+    assert rule.baseline_for("layers.2[1]") == "h.2[0]"
+    assert rule.covers("layers.2[1]")
+    assert not rule.covers("layers.2[0]")
+
+
 def test_the_partner_of_a_second_result_is_not_odd_beside_those_of_the_first() -> None:
     """The first block passes on the embedding, which no other does."""
     first = [Pair(f"h.{n}.mixer", f"layers.{n}[0]") for n in range(4)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import graftlab as gl
 from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
 
 NAN = float("nan")
@@ -151,6 +152,28 @@ def test_gradients_have_their_values_and_their_memory_again() -> None:
     assert weight.grad is gradient
     assert gradient.tolist() == [1.0, 1.0]
     assert other.grad is None
+
+
+def test_hooks_that_a_model_installs_in_a_call_are_gone_again_and_taps_stay() -> None:
+    calls: list[str] = []
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "is_hooked"):
+                self.is_hooked = True
+                self.register_forward_hook(lambda *_: calls.append("own"))
+            return super().forward(x)
+
+    net = Net(2, 2)
+    net.register_forward_pre_hook(lambda *_: calls.append("before"))
+    snapshot = StateSnapshot([net])
+    with gl.watch(net):
+        watching = [*net._forward_hooks], [*net._forward_pre_hooks]
+        for _ in range(2):
+            net(torch.ones(2))
+            snapshot.restore()
+        assert ([*net._forward_hooks], [*net._forward_pre_hooks]) == watching
+        assert calls == ["before", "own"] * 2
 
 
 def test_an_optimizer_keeps_hooks_that_were_installed_since() -> None:

@@ -85,6 +85,9 @@ def test_a_value_of_one_side_directly_before_a_named_tap_is_mentioned() -> None:
     assert before(added, "layers.0") == ""
     # Its worst call may be of another run.
     assert only_before(first, {"g": {"name": "head", "order": 9, "step": 0, "rank": 0}}) == {}
+    several = [("unmatched", "baseline", name, order) for order, name in enumerate("ab", start=1)]
+    both = in_order(*several, ("grafted", "target", "head", 1))
+    assert before(both, "head").endswith("the baseline alone has a, b, which were not compared.")
     # The order of a row of the baseline counts the taps of the baseline.
     lost = in_order(
         ("grafted", "target", "layers.0", 1),

@@ -108,6 +108,10 @@ def test_a_function_is_a_method_only_of_the_module_whose_input_is_right() -> Non
     calls = {**CALLS, "attn.o": ModuleCall("attn.o", ("attn.inner", "attn", MODEL), "project", True, 2)}
     (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
     assert (origin.modules["target"], origin.function, origin.is_method) == ("attn", "project", False)
+    calls["attn.o"] = replace(calls["attn.o"], function="forward")
+    (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
+    assert (origin.modules["target"], origin.function) == ("attn", None)
+    calls["attn.o"] = replace(calls["attn.o"], function="project")
     calls["attn.o"] = replace(calls["attn.o"], within=("attn", MODEL))
     (origin,) = origins(given("attn", 0.5), given("attn.o", 9.0), Tap("attn.o", 0.5), calls=calls).found
     assert (origin.function, origin.is_method) == ("project", True)

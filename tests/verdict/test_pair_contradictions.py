@@ -128,6 +128,26 @@ def test_a_single_reordered_tensor_of_equal_shapes_is_reported() -> None:
     assert said_of([pairs[0], {**pairs[1], "layout": order}], [2, 9, 16]) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "is_reported"),
+    [
+        ({}, False),
+        ({"layout": "b s d -> (b s) d"}, False),
+        ({"layout": "a b c -> b a c"}, True),
+        ({"matched_by": "rule"}, True),
+        ({"target": "other"}, True),
+    ],
+)
+def test_a_reordered_weight_is_right_if_its_module_has_the_values_in_order(
+    module: dict[str, str], is_reported: bool
+) -> None:
+    pairs = [
+        {"baseline": "linear.weight", "target": "proj.weight", "layout": "a (b c) -> a (c b), c=8"},
+        {"baseline": "linear", "target": "proj", **module},
+    ]
+    assert bool(said_of(pairs, [64, 16])) == is_reported
+
+
 def test_a_partner_unlike_the_other_layers_is_reported_where_the_usual_one_is_taken() -> None:
     pairs = [{"baseline": f"h.{n}.{a}", "target": f"b.{n}.{b}"} for a, b in ("ax", "by") for n in range(4)]
     assert said_of(pairs) == []
