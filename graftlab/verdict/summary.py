@@ -175,16 +175,17 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
     """The filters of these plans that match no row of a run, by name, with their text.
 
     Every tap that a filter matches leaves a row, so a filter that matches no row matched no tap. ``plans`` may have
-    been in force, the first one when the run began; a plan without rows was not in force for a whole step. Without any
-    rows ``compare`` is not reported.
+    been in force, the first one when the run began; a plan without rows was not in force for a whole step. The default
+    of ``compare``, which matches every tap, is not reported.
     """
     used = set(frame["plan_version"].unique())
     in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
     found = {}
+    default = GraftPlan().compare
     for name in FILTERS:
-        if name == "compare" and not len(frame):
-            continue
         texts = dict.fromkeys(text for plan in in_force if (text := getattr(plan, name)) and text.strip())
+        if name == "compare":
+            texts.pop(default, None)
         if texts and not any(_may_match(text, frame) for text in texts):
             found[name] = next(reversed(texts))
     return found

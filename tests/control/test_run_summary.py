@@ -76,6 +76,9 @@ def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -
         run = session.run(lambda: model(False), lambda: model(False))
         assert run.unmatched == {"b2t": "name == 'hiden'"}
         assert "no taps" in shown(run)
+        session.edit(compare="layr < 2", b2t=None)
+        run = session.run(lambda: model(False), lambda: model(False))
+        assert run.summary == ["compare matched no tap in this run: layr < 2"]
     finally:
         session.edit(b2t=None, keep=None, compare="True")
 
