@@ -16,7 +16,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import GraftError
+from graftlab.errors import GraftError, RunError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.job_steps import JobStepsAbandoned
 from graftlab.judging.line_runs import LineSearch
@@ -351,7 +351,9 @@ class Judgement:
             self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
-            reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
+            # A run's error names the ranks in its first line, and what happened to the first of them in its second.
+            shown = ": ".join(lines[: 2 if isinstance(error, RunError) else 1]).partition(". Its log (")[0]
+            reason = shown if own else ": ".join([type(error).__name__, *lines[:1]])
             self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
             return otherwise
 
