@@ -213,6 +213,7 @@ class Run:
         return self._summary_of(self.frame)
 
     def _summary_of(self, frame: pd.DataFrame) -> list[str]:
+        from graftlab.verdict.added import uneven_calls
         from graftlab.verdict.renaming import suggested_rename
         from graftlab.verdict.summary import differences, not_compared
 
@@ -220,6 +221,8 @@ class Run:
         missed = [f"{name} matched no tap in this run: {text}" for name, text in unmatched.items()]
         if lost := not_compared(Counter(frame["status"])):
             missed.append(f"not compared: {lost}; the frame's column error says why")
+        if self.done:
+            missed += [f"not on all ranks: {sentence.rstrip('.')}" for sentence in uneven_calls(frame)]
         rename = suggested_rename(frame)
         return [*self._state.remarks, *missed, *([rename] if rename else []), *differences(frame)]
 
