@@ -16,7 +16,7 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
-from graftlab.verdict.order import Array, divergent
+from graftlab.verdict.order import Array, divergent, require_floor
 
 # A recomputation on only one side is not among them, because its original has a row.
 _ABSENT = ("missing", "timeout", "unmatched")
@@ -87,6 +87,7 @@ def not_compared(statuses: Mapping[str, int]) -> str:
 
 def floor_of(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor by which these rows are judged, and its source in words."""
+    require_floor(noise_floor)
     if noise_floor is not None:
         return noise_floor, f"the floor {noise_floor:g}"
     floor, dtype = assumed_floor(facts.dtypes, facts.casts)
