@@ -112,7 +112,8 @@ def headline(found: Conclusion, failing: Mapping[str, str] | None = None) -> str
     lost = not_compared(Counter(row.status for row in rows))
     unseen = f" Not compared: {lost}." if lost else ""
     sentence = found.sentences[0] if found.sentences else "nothing was measured"
-    earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
+    elsewhere = (each for each in (found.earlier, found.nonfinite) if each)
+    earlier = "".join(f" {each[0].upper()}{each[1:]}." for each in elsewhere)
     failed = f" failed on {', '.join(failing)} ({shortened(next(iter(failing.values())), 120)})" if failing else ""
     return f"Run {rows[0].run}{failed}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
 

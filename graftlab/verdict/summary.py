@@ -155,6 +155,12 @@ def sentence_of_first(row: Row, noise_floor: float) -> str:
     return f"first divergent in this run: {_place(values)} in step {row.step}: {how}"
 
 
+def sentence_of_nonfinite(row: Row) -> str:
+    """The sentence on the first row of a run whose non-finite values differ."""
+    values = row._asdict()
+    return f"non-finite values first differ at {_place(values)} in step {row.step}: {_nonfinite(values)}"
+
+
 def _how_far(row: Mapping[str, Any], floor: tuple[float, str]) -> str:
     limit, in_words = floor
     if are_whole(row.get("dtype"), row.get("cast")):
