@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base import jupyter
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
-from graftlab.base.text import counted
+from graftlab.base.text import counted, failed_on
 from graftlab.control.rank_output import RankOutput
 from graftlab.control.run_state import RunState
 from graftlab.errors import SessionError, WaitInterrupted
@@ -230,8 +230,11 @@ class Run:
         return self._described(self.frame) if self.done else f"<Run {self.number}: in progress; {self.where()}>"
 
     def _described(self, frame: pd.DataFrame) -> str:
-        failed = ", ".join(self.failures)
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
+        return f"<Run {self.number}: {self._end()}, {counted(len(frame), 'row')}>"
+
+    def _end(self) -> str:
+        why = {label: each if isinstance(each, str) else each.kind for label, each in self.failures.items()}
+        return failed_on(why) if why else "done"
 
     def _ipython_display_(self, **_: Any) -> None:
         """Display how the taps ended, and the figure of the last step if there is one."""
@@ -249,8 +252,7 @@ class Run:
             return bundle(repr(self), f"<b>run {self.number}</b> in progress; {html.escape(self.where())}")
         frame = self.frame
         lines = self._summary_of(frame)
-        failed = ", ".join(self.failures)
-        state = f"failed on {html.escape(failed)}" if failed else "done"
+        state = html.escape(self._end())
         facts = ", ".join(f"{n:,} {status}" for status, n in Counter(frame["status"]).most_common()) or "no taps"
         shown = "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])
         return bundle("\n".join([self._described(frame), *lines]), shown)

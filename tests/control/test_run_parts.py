@@ -180,6 +180,9 @@ def test_a_run_is_shown_with_its_failures_counts_and_conclusions() -> None:
     assert shown["text/html"].startswith("<b>run 3</b> failed on target[1]; 2 compared, 1 missing<br>")
     assert shown["text/plain"].startswith("<Run 3: failed on target[1], 3 rows>\nnot compared: 1 missing;")
     assert "the frame&#x27;s column error says why<br>" in shown["text/html"]
+    run, state, ranks = run_of()
+    ends(state, ranks, RunDone(3, None, Failure("KeyboardInterrupt", "", "")))
+    assert repr(run) == "<Run 3: interrupted on baseline[0], target[0], target[1], 0 rows>"
     empty, state, ranks = run_of()
     ends(state, ranks)
     assert repr(empty) == "<Run 3: done, 0 rows>"

@@ -105,6 +105,8 @@ def test_each_line_of_a_live_display_has_what_is_known_of_its_row() -> None:
     failing = explorer.headline(found, {"target[0]": "ValueError: " + "x" * 300, "target[1]": "other"})
     assert failing.startswith("Run 0 failed on target[0], target[1] (ValueError: x")
     assert len(failing) < 600
+    stopped = explorer.headline(found, dict.fromkeys(("baseline[0]", "target[0]"), "KeyboardInterrupt: "))
+    assert stopped.startswith("Run 0 interrupted on baseline[0], target[0] (KeyboardInterrupt), steps")
     assert explorer.headline(conclude_from([])) == "Nothing was compared yet."
     assert [column[1] for column in shown["columns"] if column[1] not in {*shown, *explorer.taps(found)}] == []
     assert [explorer.rounded(value) for value in (None, math.nan, 1.23456e-7)] == [None, None, 1.235e-7]
