@@ -215,12 +215,16 @@ class Run:
     def _summary_of(self, frame: pd.DataFrame) -> list[str]:
         from graftlab.verdict.added import uneven_calls
         from graftlab.verdict.renaming import suggested_rename
-        from graftlab.verdict.summary import differences, not_compared
+        from graftlab.verdict.summary import ABSENT, differences, not_compared
 
         unmatched = self._unmatched_in(frame) if self.done else {}
         missed = [f"{name} matched no tap in this run: {text}" for name, text in unmatched.items()]
-        if lost := not_compared(Counter(frame["status"])):
-            missed.append(f"not compared: {lost}; the frame's column error says why")
+        statuses = Counter(frame["status"])
+        if lost := not_compared(statuses):
+            # What was sent and never requested has no error.
+            alone = statuses["unmatched"] == sum(statuses[each] for each in ABSENT)
+            why = "no rank of the other side requested it" if alone else "the frame's column error says why"
+            missed.append(f"not compared: {lost}; {why}")
         if self.done:
             missed += [f"not on all ranks: {sentence.rstrip('.')}" for sentence in uneven_calls(frame)]
         rename = suggested_rename(frame)

@@ -19,7 +19,7 @@ from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
 from graftlab.verdict.order import Array, divergent, require_floor
 
 # A recomputation on only one side is not among them, because its original has a row.
-_ABSENT = ("missing", "timeout", "unmatched")
+ABSENT = ("missing", "timeout", "unmatched")
 
 
 def distances(frame: pd.DataFrame) -> Array:
@@ -82,7 +82,7 @@ def _largest(facts: Facts, mask: Array) -> str:
 
 def not_compared(statuses: Mapping[str, int]) -> str:
     """The number of rows of each status that lack a counterpart, in words; blank if there are none."""
-    return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
+    return ", ".join(f"{count:,} {status}" for status in ABSENT if (count := statuses.get(status, 0)))
 
 
 def floor_of(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
