@@ -14,7 +14,6 @@ from graftlab.config import Endpoint, GraftConfig
 from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.past_runs import prune
 from graftlab.control.run_folder import describe_session, make_run_folder
-from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
@@ -207,7 +206,7 @@ class Session(SessionCore):
         *,
         batch_size: int = 1,
         limit: int | None = None,
-        noise_floor: float = DEFAULT_NOISE_FLOOR,
+        noise_floor: float | Literal["dtype"] = "dtype",
         trusted: bool = False,
     ) -> Replay:
         """Feed recorded requests to both sides, one batch per step, and report which diverge, the worst first.
@@ -217,7 +216,8 @@ class Session(SessionCore):
         the namespace of ``%%graft`` cells. A function gets a list of up to ``batch_size`` requests as they were
         recorded, and returns as many outputs (token ids, text, a tensor, or a dict with ``output_ids`` and perhaps
         ``logits``). Only the first ``limit`` requests are replayed. Rows carry the tag ``rid``; taps above
-        ``noise_floor`` (``rel_l2``) diverge. The taps of a batch belong to all of its requests.
+        ``noise_floor`` (``rel_l2``) diverge, by default the rounding of the coarsest dtype of the request's taps. The
+        taps of a batch belong to all of its requests.
 
         A damaged request is reported and skipped; a request for which a function raises has the status ``failed``.
         Raises :class:`DumpError` for a file that cannot be read, :class:`RequestError` when it holds nothing to replay,

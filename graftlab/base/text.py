@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def counted(count: int, noun: str) -> str:
@@ -55,6 +55,12 @@ def spans(numbers: Iterable[int]) -> str:
 def numbered(noun: str, numbers: Collection[int]) -> str:
     """A noun with the numbers of what it stands for: ``step 3``, ``ranks 0-2, 5``."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
+
+
+def failed_on(failing: Mapping[str, str]) -> str:
+    """How a run ended on these ranks, from what went wrong on each; an interrupt alone is no failure."""
+    is_interrupt = all(why.startswith("KeyboardInterrupt") for why in failing.values())
+    return f"{'interrupted' if is_interrupt else 'failed'} on {', '.join(failing)}"
 
 
 def positive(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tags import display_tags
 from graftlab.control.run import Run
 from graftlab.diffs.measure import measure
-from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import DumpError, RequestError, WaitInterrupted
 from graftlab.ranks.remote_functions import Feed, feed_batches
 from graftlab.requests.journal import SUFFIX
 from graftlab.requests.loading import load_dump
 from graftlab.requests.records import Dump, Opaque, RecordedRequest
+from graftlab.verdict.order import require_floor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,11 +70,12 @@ class Replay:
 
     def __repr__(self) -> str:
         counts = self.summary["status"].value_counts()
-        return (
-            f"<Replay of {len(self.summary)} requests: "
-            + ", ".join(f"{n} {status}" for status, n in counts.items())
-            + ">"
-        )
+        facts = [f"{n} {status}" for status, n in counts.items()]
+        if others := int(self.summary["same_tokens"].eq(False).sum()):
+            facts.append(f"{others} with different tokens")
+        if divergent := int(self.summary["first_divergent"].notna().sum()):
+            facts.append(f"{divergent} with a divergent tap")
+        return f"<Replay of {len(self.summary)} requests: {', '.join(facts)}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return {"text/plain": f"{self!r}\n{self.summary}", "text/html": self.summary.to_html(max_rows=20)}
@@ -88,13 +89,15 @@ def replay(
     *,
     batch_size: int = 1,
     limit: int | None = None,
-    noise_floor: float = DEFAULT_NOISE_FLOOR,
+    noise_floor: float | Literal["dtype"] = "dtype",
     trusted: bool = False,
 ) -> Replay:
     """See :meth:`graftlab.session.Session.replay`."""
     for name, value in (("batch_size", batch_size), ("limit", limit)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"replay: {name} must be a whole number of at least 1, not {value!r}")
+    if noise_floor != "dtype":
+        require_floor(noise_floor)
     chosen = _read(Path(path), trusted)[:limit]
     skipped = [
         SkippedRequest(_rid(i, each.record), i, each.lost) for i, each in enumerate(chosen) if each.lost is not None
@@ -208,7 +211,9 @@ def _rid(index: int, record: RecordedRequest) -> str:
 # ---- the summary ----------------------------------------------------------------------------------------------------
 
 
-def _summary(run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_floor: float) -> list[dict[str, Any]]:
+def _summary(
+    run: Run, batches: list[list[tuple[int, RecordedRequest]]], noise_floor: float | Literal["dtype"]
+) -> list[dict[str, Any]]:
     from graftlab.plots import first_divergent
     from graftlab.verdict.summary import distances
 

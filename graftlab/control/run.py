@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from graftlab.base import jupyter
 from graftlab.base.html import bundle
 from graftlab.base.progress import LongWait
-from graftlab.base.text import counted
+from graftlab.base.text import counted, failed_on
 from graftlab.control.rank_output import RankOutput
 from graftlab.control.run_state import RunState
 from graftlab.errors import SessionError, WaitInterrupted
@@ -213,13 +213,20 @@ class Run:
         return self._summary_of(self.frame)
 
     def _summary_of(self, frame: pd.DataFrame) -> list[str]:
+        from graftlab.verdict.added import uneven_calls
         from graftlab.verdict.renaming import suggested_rename
-        from graftlab.verdict.summary import differences, not_compared
+        from graftlab.verdict.summary import ABSENT, differences, not_compared
 
         unmatched = self._unmatched_in(frame) if self.done else {}
         missed = [f"{name} matched no tap in this run: {text}" for name, text in unmatched.items()]
-        if lost := not_compared(Counter(frame["status"])):
-            missed.append(f"not compared: {lost}; the frame's column error says why")
+        statuses = Counter(frame["status"])
+        if lost := not_compared(statuses):
+            # What was sent and never requested has no error.
+            alone = statuses["unmatched"] == sum(statuses[each] for each in ABSENT)
+            why = "no rank of the other side requested it" if alone else "the frame's column error says why"
+            missed.append(f"not compared: {lost}; {why}")
+        if self.done:
+            missed += [f"not on all ranks: {sentence.rstrip('.')}" for sentence in uneven_calls(frame)]
         rename = suggested_rename(frame)
         return [*self._state.remarks, *missed, *([rename] if rename else []), *differences(frame)]
 
@@ -227,8 +234,11 @@ class Run:
         return self._described(self.frame) if self.done else f"<Run {self.number}: in progress; {self.where()}>"
 
     def _described(self, frame: pd.DataFrame) -> str:
-        failed = ", ".join(self.failures)
-        return f"<Run {self.number}: {f'failed on {failed}' if failed else 'done'}, {counted(len(frame), 'row')}>"
+        return f"<Run {self.number}: {self._end()}, {counted(len(frame), 'row')}>"
+
+    def _end(self) -> str:
+        why = {label: each if isinstance(each, str) else each.kind for label, each in self.failures.items()}
+        return failed_on(why) if why else "done"
 
     def _ipython_display_(self, **_: Any) -> None:
         """Display how the taps ended, and the figure of the last step if there is one."""
@@ -246,8 +256,7 @@ class Run:
             return bundle(repr(self), f"<b>run {self.number}</b> in progress; {html.escape(self.where())}")
         frame = self.frame
         lines = self._summary_of(frame)
-        failed = ", ".join(self.failures)
-        state = f"failed on {html.escape(failed)}" if failed else "done"
+        state = html.escape(self._end())
         facts = ", ".join(f"{n:,} {status}" for status, n in Counter(frame["status"]).most_common()) or "no taps"
         shown = "<br>".join([f"<b>run {self.number}</b> {state}; {facts}", *map(html.escape, lines)])
         return bundle("\n".join([self._described(frame), *lines]), shown)

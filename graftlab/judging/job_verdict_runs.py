@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import TapIdentity
+from graftlab.base.tap_groups import kind_of
 from graftlab.base.world import Side
 from graftlab.control.core import lend_plan
 from graftlab.control.pickles import open_value
@@ -225,7 +226,12 @@ class StepRuns(VerdictRuns):
 
     def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
         frame = self._jobs.rows_from(0)
-        return first_difference(frame[frame["run"] == self._jobs.run], floors, self.request.threshold)
+        frame = frame[frame["run"] == self._jobs.run]
+        judged = [
+            (name, kind_of(tags)) not in self._left_out for name, tags in zip(frame["name"], frame["tags"], strict=True)
+        ]
+        ranks = self.session.options.baseline, self.session.options.target
+        return first_difference(frame[judged], floors, self.request.threshold, ranks)
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
         return remarks_on_jobs(

@@ -121,7 +121,8 @@ def judge_rows(
             Findings(unjudged, threshold, ranks, inconclusive=[misaligned.sentence], job_remarks=job_remarks), 0
         )
     earlier = ungrafted[ungrafted["step"] < grafted["step"].min()] if len(grafted) else ungrafted
-    if (first := first_difference(earlier, AccumulatedFloors({}, {}, job_remarks.constant), threshold)) is not None:
+    floors = AccumulatedFloors({}, {}, job_remarks.constant)
+    if (first := first_difference(earlier, floors, threshold, sizes or (1, 1))) is not None:
         job_remarks = replace(job_remarks, first=(first.sentence, *job_remarks.first))
     named = named_groups(frame, threshold)
     data = data_of_jobs(shown.rows, grafted, threshold)

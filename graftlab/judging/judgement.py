@@ -16,7 +16,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import GraftError
+from graftlab.errors import GraftError, RunError
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging.job_steps import JobStepsAbandoned
 from graftlab.judging.line_runs import LineSearch
@@ -26,6 +26,8 @@ from graftlab.judging.mechanisms import LentWeights, Mechanisms
 from graftlab.judging.partial_sums import (
     GRADIENTS,
     Summands,
+    averages_not_named,
+    averages_of_parts,
     gradients_not_compared,
     next_taps,
     not_adding_up,
@@ -198,9 +200,12 @@ class Judgement:
         """Make the runs, and return the verdict."""
         evidence, split = self._measured_without_split_calls()
         evidence, sums = self._measured_without_partial_sums(evidence)
+        evidence, averages = self._measured_without_averages(evidence)
         evidence, parts = self._measured_without_parts_of_gradients(evidence)
         naming = self._name(evidence)
-        naming.unseen += not_paired(split) + not_compared(sums) + gradients_not_compared(parts)
+        naming.unseen += (
+            not_paired(split) + not_compared(sums) + gradients_not_compared(parts) + averages_not_named(averages)
+        )
         sentence = self._why_grafts_are_wrong(evidence, naming)
         if sentence is not None:
             return self._without_conclusion(naming, sentence)
@@ -351,7 +356,9 @@ class Judgement:
             self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
             lines = [line for line in str(error).splitlines() if line.strip()]
             own = isinstance(error, GraftError) and lines
-            reason = lines[0] if own else ": ".join([type(error).__name__, *lines[:1]])
+            # A run's error names the ranks in its first line, and what happened to the first of them in its second.
+            shown = ": ".join(lines[: 2 if isinstance(error, RunError) else 1]).partition(". Its log (")[0]
+            reason = shown if own else ": ".join([type(error).__name__, *lines[:1]])
             self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
             return otherwise
 
@@ -394,6 +401,22 @@ class Judgement:
             self._runs.return_weights()
             evidence = self._measure()
         return evidence, sums
+
+    def _measured_without_averages(self, evidence: Evidence) -> tuple[Evidence, list[str]]:
+        """The measurements without numbers that each rank has of its part of the batch; and these, by name.
+
+        Nothing is left out if functions return values: these differ as well, and would then be unexplained.
+        """
+        ranks = self.session.options
+        returns = evidence.returned is not None and evidence.returned.compared
+        names: list[str] = []
+        if not (returns or self._failed):
+            names = averages_of_parts(evidence.grafted, ranks.baseline, ranks.target)
+        if names:
+            self._runs.leave_out((name, None) for name in names)
+            self._runs.return_weights()
+            evidence = self._measure()
+        return evidence, names
 
     def _measured_without_parts_of_gradients(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
         """The measurements without gradients that code after the run adds up over the ranks; and those, by group.

@@ -1,7 +1,7 @@
 """Partial sums that no layout declares: each rank of the target has a summand of the value, as before an all-reduce.
 
 Compared as copies they look wrong. A graft would put the whole on each rank, and then the code that adds them up looks
-wrong too. A verdict leaves such taps out.
+wrong too. A verdict leaves such taps out, and a loss that each rank averages over its part of the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -85,6 +85,34 @@ def partial_sums(
     return sums
 
 
+def averages_of_parts(grafted: pd.DataFrame, baseline: int, target: int) -> list[str]:
+    """The names of values of one number whose average over the target's ranks is the baseline's, such as a loss.
+
+    Each rank computes it from its part of the batch, so another tap must be a slice of the baseline's. ``baseline`` and
+    ``target`` are the numbers of ranks.
+    """
+    if baseline != 1 or target < 2 or not grafted["aligned_by"].astype(str).str.contains("slice").any():
+        return []
+    calls = _calls(grafted, target, (None,), _may_be_average)
+    found = [group for group in calls.values() if all(map(_averages, group)) and not all(map(_are_equal, group))]
+    return [name for group in found for name in _names(group)]
+
+
+def _may_be_average(row: Mapping[str, Any]) -> bool:
+    is_finite = row["nonfinite_baseline"] == row["nonfinite_target"] == 0
+    return row["numel"] == 1 and is_finite and roundoff(coarser_dtype(row)) > 0 and row["aligned_by"] is None
+
+
+def _averages(call: Call) -> bool:
+    values, expected = [row["mean_target"] for row in call.values()], call[0]["mean_baseline"]
+    largest = max(map(abs, (*values, expected)))
+    return bool(abs(sum(values) / len(values) - expected) <= _floor(call, {}) * largest)
+
+
+def _are_equal(call: Call) -> bool:
+    return all(row["rel_l2"] <= _floor(call, {}) for row in call.values())
+
+
 def _names(calls: Iterable[Call]) -> list[str]:
     return list(dict.fromkeys(call[0]["name"] for call in calls))
 
@@ -106,8 +134,19 @@ Call = dict[int, Mapping[str, Any]]
 """The rows of one call of a tap, by rank."""
 
 
-def _calls(grafted: pd.DataFrame, ranks: int, kinds: Collection[str | None]) -> dict[str, list[Call]]:
-    """The calls of taps of these kinds that differ on all ranks of the target in one shape, by group."""
+def _may_be_summand(row: Mapping[str, Any]) -> bool:
+    dtype = coarser_dtype(row)
+    differs = row["rel_l2"] is not None and row["rel_l2"] > 10 * assumed_floor([dtype])[0]
+    return differs and roundoff(dtype) > 0 and row["aligned_by"] is None and not row["nonfinite_differ"]
+
+
+def _calls(
+    grafted: pd.DataFrame,
+    ranks: int,
+    kinds: Collection[str | None],
+    fits: Callable[[Mapping[str, Any]], bool] = _may_be_summand,
+) -> dict[str, list[Call]]:
+    """The calls of taps of these kinds, by group, if each fits on all ranks of the target."""
     found: dict[tuple[Any, ...], Call] = defaultdict(dict)
     for row in measured_rows(grafted):
         if kind_of(row["tags"]) in kinds and row["side"] == "target":
@@ -119,14 +158,8 @@ def _calls(grafted: pd.DataFrame, ranks: int, kinds: Collection[str | None]) -> 
     return {
         group: calls
         for group, calls in groups.items()
-        if all(sorted(call) == [*range(ranks)] and all(map(_may_be_summand, call.values())) for call in calls)
+        if all(sorted(call) == [*range(ranks)] and all(map(fits, call.values())) for call in calls)
     }
-
-
-def _may_be_summand(row: Mapping[str, Any]) -> bool:
-    dtype = coarser_dtype(row)
-    differs = row["rel_l2"] is not None and row["rel_l2"] > 10 * assumed_floor([dtype])[0]
-    return differs and roundoff(dtype) > 0 and row["aligned_by"] is None and not row["nonfinite_differ"]
 
 
 def _limit(call: Call, limits: Mapping[str, float]) -> float:
@@ -179,6 +212,16 @@ def gradients_not_compared(parts: Mapping[str, list[str]]) -> list[str]:
     return [
         f"the gradients of {names}: each rank of the target has a summand, and together they add up to the baseline's. "
         "Whether the script adds them up shows in its next update."
+    ]
+
+
+def averages_not_named(names: Collection[str]) -> list[str]:
+    """A sentence on values that were left out because their average over the ranks is the baseline's."""
+    if not names:
+        return []
+    return [
+        f"{first_of(list(names), _MOST_SHOWN)} on each rank of the target: only the average over the ranks is the "
+        "baseline's, as of a loss of which each rank has its part of the batch."
     ]
 
 

@@ -15,7 +15,7 @@ from graftlab.base.html import bundle, cell, marked_up, rest_of, table
 from graftlab.base.sources import literal
 from graftlab.base.tags import own_tags
 from graftlab.base.text import shortened
-from graftlab.base.world import Direction, Side, other_side
+from graftlab.base.world import SIDES, Direction, Side, other_side
 from graftlab.errors import FilterError, PlanError, warn
 from graftlab.filters.expressions import Filter, compile_filter
 from graftlab.filters.patterns import bounded_rewrite
@@ -369,6 +369,10 @@ def first_for(filters: Sequence[Filter | None], tags: Mapping[str, object], graf
 def _flat_rename(rename: Mapping[Side, Mapping[str, str]]) -> Rename:
     if not isinstance(rename, Mapping) or not all(isinstance(rules, Mapping) for rules in rename.values()):
         raise PlanError("rename maps a side to {regex: replacement}, e.g. {'target': {r'^model\\.': ''}}")
+    for side in rename:
+        # A side without rules has no rule whose check would find it.
+        if side not in SIDES:
+            raise PlanError(f"rename is for 'baseline' or 'target', not {side!r}")
     return tuple((side, pattern, text) for side, rules in rename.items() for pattern, text in rules.items())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graftlab.base.text import counted, shortened
+from graftlab.base.text import counted, failed_on, shortened
 from graftlab.rows.schema import in_tables
 from graftlab.verdict.conclusion import Conclusion
 from graftlab.verdict.summary import not_compared
@@ -112,8 +112,10 @@ def headline(found: Conclusion, failing: Mapping[str, str] | None = None) -> str
     lost = not_compared(Counter(row.status for row in rows))
     unseen = f" Not compared: {lost}." if lost else ""
     sentence = found.sentences[0] if found.sentences else "nothing was measured"
-    earlier = f" {found.earlier[0].upper()}{found.earlier[1:]}." if found.earlier else ""
-    failed = f" failed on {', '.join(failing)} ({shortened(next(iter(failing.values())), 120)})" if failing else ""
+    elsewhere = (each for each in (found.earlier, found.nonfinite) if each)
+    earlier = "".join(f" {each[0].upper()}{each[1:]}." for each in elsewhere)
+    why = shortened(next(iter(failing.values())), 120).rstrip(": ") if failing else ""
+    failed = f" {failed_on(failing)} ({why})" if failing else ""
     return f"Run {rows[0].run}{failed}, {when}, {plan}, {counted(len(rows), 'tap')}: {sentence}.{earlier}{unseen}"
 
 

@@ -16,7 +16,7 @@ from graftlab.plots import style
 from graftlab.plots.scales import ValueAxis, value_axis
 from graftlab.plots.style import Array
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.order import Key, Taps, group, merge
+from graftlab.verdict.order import Key, Taps, group, merge, require_floor
 
 MAX_LABELS = 60
 MAX_SLANTED = 32
@@ -60,6 +60,7 @@ def divergence(
     >>> figure = gl.plots.divergence(run.frame, noise_floor=1e-5)
     >>> figure = gl.plots.divergence({"before": run.frame, "after": run.frame})
     """
+    require_floor(noise_floor)
     runs, names = _lay_out(_label_frames(frames, labels), value)
     count = len(names.keys)
     every = -(-count // MAX_LABELS) or 1

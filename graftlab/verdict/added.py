@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -276,6 +277,7 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     if not is_measured.all():
         sentences += _unmeasured(frame, frame[~is_measured])
         measured = frame[is_measured]
+    sentences += uneven_calls(frame)
     none_finite = measured[measured["rel_l2"].isna()]
     if len(none_finite):
         sentences.append(f"{_taps(none_finite['name'])} {_be(none_finite, 'has')} no pair of finite numbers.")
@@ -312,6 +314,34 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
             f"{unlike['note'].iloc[0]}."
         )
     return sentences
+
+
+def uneven_calls(frame: pd.DataFrame) -> list[str]:
+    """A sentence on taps that some ranks of a side reach in fewer calls than others: no row shows what they lack.
+
+    A tap that a rank never reaches, such as one of another stage of a pipeline, is not among them.
+    """
+    reached = frame[~frame["status"].isin(("unmatched", "recomputed"))]
+    if reached["rank"].nunique() < 2:
+        return []
+    sizes = reached.groupby(["name", "side", "rank"], sort=False).size()
+    spread = sizes.groupby(level=["name", "side"]).agg(["min", "max"])
+    names = {name for name, _ in spread.index[spread["min"] < spread["max"]]}
+    # Most often there are none, and to read the tags of all rows takes long.
+    counts: dict[tuple[str, str, str], Counter[int]] = {}
+    columns = ("name", "side", "rank", "tags")
+    some = reached[reached["name"].isin(names)]
+    for name, side, rank, tags in zip(*(some[column] for column in columns), strict=True):
+        counts.setdefault((name, side, tags_key(tags)), Counter())[rank] += 1
+    uneven = [(key, calls) for key, calls in counts.items() if min(calls.values()) < max(calls.values())]
+    if not uneven:
+        return []
+    (_, side, _), calls = uneven[0]
+    fewer, more = (found(calls, key=lambda rank: calls[rank]) for found in (min, max))
+    return [
+        f"{_taps(name for (name, *_), _ in uneven)}: {counted(calls[fewer], 'call')} on {side}[{fewer}], and "
+        f"{calls[more]} on {side}[{more}]."
+    ]
 
 
 def _all_zeros(rows: pd.DataFrame) -> pd.Series[bool]:

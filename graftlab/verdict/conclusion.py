@@ -16,8 +16,15 @@ from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import COLUMNS, MEASURED, TABLE, UNMEASURED, Column, Row
 from graftlab.verdict.facts import GRAFTED, Facts
-from graftlab.verdict.order import is_missing, tap_codes
-from graftlab.verdict.summary import differences, divergent_rows, first_divergent_at, floor_of, sentence_of_first
+from graftlab.verdict.order import Array, is_missing, tap_codes
+from graftlab.verdict.summary import (
+    differences,
+    divergent_rows,
+    first_divergent_at,
+    floor_of,
+    sentence_of_first,
+    sentence_of_nonfinite,
+)
 
 # While a run is in progress, computing its history takes at most this share of the time.
 _SHARE = 0.1
@@ -48,6 +55,8 @@ class History:
     since: Mapping[_Key, int] = field(default_factory=dict)
     first: Row | None = None
     """The first row above the floor, in execution order."""
+    nonfinite: Row | None = None
+    """The first row whose non-finite values differ."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class Conclusion:
     """The most important first; see :func:`graftlab.verdict.summary.differences`."""
     earlier: str = ""
     """The run's first divergence, if it is none of these rows."""
+    nonfinite: str = ""
+    """Where non-finite values first differ in the run, unless a first divergence is there."""
     rows: Sequence[Row] = ()
 
 
@@ -83,7 +94,10 @@ def conclude_from(rows: Sequence[Row], history: History = History(), noise_floor
         key = _key(rows[at])
         first = next(number for number, line in enumerate(lines) if _key(line.row) == key)
     earlier = _earlier(rows, None if first is None else lines[first].row, history.first, floor)
-    return Conclusion(lines, floor, first, differences(frame, noise_floor), earlier, rows)
+    known = [rows[at]] if at is not None else []
+    known += [history.first] if earlier and history.first is not None else []
+    nonfinite = _nonfinite_elsewhere(rows, history.nonfinite, known)
+    return Conclusion(lines, floor, first, differences(frame, noise_floor), earlier, nonfinite, rows)
 
 
 def tap_summaries(rows: Sequence[Row], history: History = History()) -> list[TapSummary]:
@@ -130,8 +144,13 @@ def history_of(frame: pd.DataFrame, noise_floor: float) -> History:
     return History(
         {key: value for key, value in zip(keys, worst.tolist(), strict=True) if value >= 0},
         {keys[tap]: int(steps[above[place]]) for tap, place in zip(taps.tolist(), places.tolist(), strict=True)},
-        _rows(frame.iloc[above[:1]])[0] if len(above) else None,
+        _first_of(frame, above),
+        _first_of(frame, np.flatnonzero(measured & (facts.differ > 0))),
     )
+
+
+def _first_of(frame: pd.DataFrame, places: Array) -> Row | None:
+    return _rows(frame.iloc[places[:1]])[0] if len(places) else None
 
 
 def newest_rows(frame: pd.DataFrame) -> list[Row]:
@@ -252,6 +271,16 @@ def _earlier(rows: Sequence[Row], first: Row | None, earliest: Row | None, floor
     if first is not None and identity(first.tags) == identity(earliest.tags):
         return f"first above the floor in step {earliest.step}"
     return sentence_of_first(earliest, floor)
+
+
+def _nonfinite_elsewhere(rows: Sequence[Row], first: Row | None, known: Sequence[Row]) -> str:
+    """A sentence on the run's first non-finite difference, unless it is one of the ``known`` rows."""
+    # The history may be older than these rows.
+    newest = (row for row in rows if row.status in MEASURED and row.nonfinite_differ)
+    found = first or next(newest, None)
+    if found is None or _place(found) in map(_place, known):
+        return ""
+    return sentence_of_nonfinite(found)
 
 
 def _place(row: Row) -> tuple[object, ...]:

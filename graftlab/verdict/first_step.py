@@ -8,10 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from graftlab.base.tap_groups import is_data, kind_of
+from graftlab.base.tap_groups import described, is_data, kind_of
 from graftlab.base.text import counted, numbered
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.gradient_scaling import is_scaled
 from graftlab.verdict.unexplained import AccumulatedFloors
 
 _GRADIENTS = ("grad", "param_grad")
@@ -35,17 +36,27 @@ class FirstDifference:
     is_update: bool
 
 
-def first_difference(rows: pd.DataFrame, floors: AccumulatedFloors, threshold: float) -> FirstDifference | None:
+def first_difference(
+    rows: pd.DataFrame, floors: AccumulatedFloors, threshold: float, ranks: tuple[int, int] = (1, 1)
+) -> FirstDifference | None:
     """Find the first step in which a tap differs by more than rounding, before any graft; None if none does.
 
-    None also if the first step with rows differs and its weights
-    do or are not tapped, since nothing is then known of what came before.
+    ``ranks`` are the numbers of ranks of both sides: those that share a batch have larger gradients of values, by a
+    factor that the average of the weights' gradients undoes. None also if the first step with rows differs and its
+    weights do or are not tapped, since nothing is then known of what came before.
     """
+    factor = ranks[1] / ranks[0]
     before: list[tuple[int, list[dict[str, Any]]]] = []
     largest = 0.0
-    for step, measured in _steps_without_grafts(rows):
-        ratios = [ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row))) for row in measured]
-        over = [row for row, each in zip(measured, ratios, strict=True) if each > threshold]
+    for step, of_step in _steps_without_grafts(rows):
+        own = [floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)) for row in of_step]
+        judged = [
+            (row, ratio(row, floor))
+            for row, floor in zip(of_step, own, strict=True)
+            if not _is_of_a_part(row, factor, threshold * floor.rel_l2)
+        ]
+        measured, ratios = [row for row, _ in judged], [each for _, each in judged]
+        over = [row for row, each in judged if each > threshold]
         if not all(map(_is_setting, over)):
             # Rounding that training amplifies grows slowly, from step to step.
             # A tap without numbers has no ratio.
@@ -61,6 +72,11 @@ def first_difference(rows: pd.DataFrame, floors: AccumulatedFloors, threshold: f
 
 
 _JUMP = 10.0
+
+
+def _is_of_a_part(row: dict[str, Any], factor: float, limit: float) -> bool:
+    """Whether a row is the gradient of a value of which this rank has a part of the batch."""
+    return factor != 1 and kind_of(row["tags"]) == "grad" and is_scaled(row, factor, limit)
 
 
 def _is_setting(row: dict[str, Any]) -> bool:
@@ -99,7 +115,7 @@ def _described(
         has_weights = any(kind_of(row["tags"]) == "param" and is_data(row["tags"]) for row in measured)
         if weights or not computed or not has_weights:
             return None
-        where = f"{computed[0]['name']} {_by(computed[0])}"
+        where = _place(computed[0])
         sentence = (
             f"In step {step}, the first that was compared, the weights agree, and the first tap that differs is "
             f"{where}."
@@ -118,8 +134,14 @@ def _described(
         return FirstDifference(step, sentence, True)
     if weights or not computed:
         return None
-    where = f"{computed[0]['name']} {_by(computed[0])}"
+    where = _place(computed[0])
     return FirstDifference(step, f"{agreed}, and differ from step {step} on, first at {where}.", False)
+
+
+def _place(row: dict[str, Any]) -> str:
+    kind = kind_of(row["tags"])
+    name = described(f"{row['name']}@{kind}") if kind in _GRADIENTS else row["name"]
+    return f"{name} {_by(row)}"
 
 
 def _by(row: dict[str, Any]) -> str:

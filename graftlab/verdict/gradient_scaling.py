@@ -69,7 +69,7 @@ def _undone(
     if not of_values:
         return None
     of_ranks = target / baseline
-    by_ranks = baseline != target and any(_is_scaled(row, of_ranks, limit) for row, limit in of_values)
+    by_ranks = baseline != target and any(is_scaled(row, of_ranks, limit) for row, limit in of_values)
     factor = of_ranks if by_ranks else _times(of_values[0][0])
     if not factor > 0:
         return None
@@ -82,7 +82,7 @@ def _undone(
         own = [line for line in lines if line[0] == group]
         rows = [(row, limit) for _, ratio, _, limit, row in own if ratio > threshold or kind == "param_grad"]
         agree = by_ranks or kind == "grad" or all(error <= threshold for _, _, error, _, _ in own)
-        are_scaled = all(_is_scaled(row, explained[kind], limit) for row, limit in rows)
+        are_scaled = all(is_scaled(row, explained[kind], limit) for row, limit in rows)
         if agree and are_scaled and len({row["rank"] for row, _ in rows}) == target:
             found[kind].append(group)
     if not all(found.values()):
@@ -205,7 +205,7 @@ def norms_of(row: Mapping[str, Any]) -> tuple[float, float]:
     return before, after
 
 
-def _is_scaled(row: Mapping[str, Any], factor: float, limit: float) -> bool:
+def is_scaled(row: Mapping[str, Any], factor: float, limit: float) -> bool:
     """Whether the target's tensor is the baseline's times about this factor, and the rest is within ``limit``."""
     before, after = norms_of(row)
     if before == after == 0:

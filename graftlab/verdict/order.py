@@ -85,6 +85,17 @@ def require(frame: pd.DataFrame, *columns: str) -> None:
             )
 
 
+def require_floor(noise_floor: object) -> None:
+    """Raise ValueError for a noise floor that no difference can be compared with."""
+    if noise_floor is not None and not (
+        isinstance(noise_floor, (int, float)) and not isinstance(noise_floor, bool) and noise_floor >= 0
+    ):
+        raise ValueError(
+            "noise_floor must be a number of at least 0, the largest difference that counts as rounding, not "
+            f"{noise_floor!r}"
+        )
+
+
 def numbers(frame: pd.DataFrame, column: str) -> Array:
     """A column as float64, None as NaN. Raises ValueError when it holds something other than numbers."""
     raw = frame[column]
@@ -297,11 +308,13 @@ def first_divergent(
     tap is named because it casts; for other values it is 1e-5.
 
     Returns the row (its ``name`` is the frame's index label), or None. Raises
-    ValueError naming a column (name, order, status, ``value``) that the frame lacks.
+    ValueError naming a column (name, order, status, ``value``) that the frame lacks, or for a floor below 0.
 
     >>> gl.plots.first_divergent(run.frame, noise_floor=1e-5) is None
     True
     """
+    if noise_floor != "dtype":
+        require_floor(noise_floor)
     if isinstance(frame, pd.DataFrame) and frame.empty:
         return None
     taps = group(frame, value)

@@ -43,10 +43,12 @@ def suggested_rename(frame: pd.DataFrame) -> str | None:
 
 
 def pairing_advice(frame: pd.DataFrame, of_jobs: bool) -> str | None:
-    """Advice if both sides have taps and no names are equal; otherwise None.
+    """Advice if taps of both sides could not be compared, or if no names are equal; otherwise None.
 
     ``of_jobs`` means that the sides are jobs, which a match records in the steps that they make anyway.
     """
+    if (frame["status"] == "failed").any():
+        return "The taps that both sides have could not be compared, for the reason below"
     ours, theirs = (
         set(frame.loc[(frame["status"] == status) & (frame["side"] == side), "name"])
         for side, status in (("baseline", "unmatched"), ("target", "missing"))

@@ -16,10 +16,10 @@ from graftlab.filters.expressions import compile_filter
 from graftlab.plan.plan import FILTERS, GraftPlan
 from graftlab.rows.schema import Row, are_whole
 from graftlab.verdict.facts import COMPARED, FAILED, GRAFTED, Facts, tap_name
-from graftlab.verdict.order import Array, divergent
+from graftlab.verdict.order import Array, divergent, require_floor
 
 # A recomputation on only one side is not among them, because its original has a row.
-_ABSENT = ("missing", "timeout", "unmatched")
+ABSENT = ("missing", "timeout", "unmatched")
 
 
 def distances(frame: pd.DataFrame) -> Array:
@@ -82,11 +82,12 @@ def _largest(facts: Facts, mask: Array) -> str:
 
 def not_compared(statuses: Mapping[str, int]) -> str:
     """The number of rows of each status that lack a counterpart, in words; blank if there are none."""
-    return ", ".join(f"{count:,} {status}" for status in _ABSENT if (count := statuses.get(status, 0)))
+    return ", ".join(f"{count:,} {status}" for status in ABSENT if (count := statuses.get(status, 0)))
 
 
 def floor_of(facts: Facts, noise_floor: float | None = None) -> tuple[float, str]:
     """The floor by which these rows are judged, and its source in words."""
+    require_floor(noise_floor)
     if noise_floor is not None:
         return noise_floor, f"the floor {noise_floor:g}"
     floor, dtype = assumed_floor(facts.dtypes, facts.casts)
@@ -154,6 +155,12 @@ def sentence_of_first(row: Row, noise_floor: float) -> str:
     return f"first divergent in this run: {_place(values)} in step {row.step}: {how}"
 
 
+def sentence_of_nonfinite(row: Row) -> str:
+    """The sentence on the first row of a run whose non-finite values differ."""
+    values = row._asdict()
+    return f"non-finite values first differ at {_place(values)} in step {row.step}: {_nonfinite(values)}"
+
+
 def _how_far(row: Mapping[str, Any], floor: tuple[float, str]) -> str:
     limit, in_words = floor
     if are_whole(row.get("dtype"), row.get("cast")):
@@ -175,16 +182,17 @@ def unmatched_filters(plans: Sequence[GraftPlan], frame: pd.DataFrame) -> dict[s
     """The filters of these plans that match no row of a run, by name, with their text.
 
     Every tap that a filter matches leaves a row, so a filter that matches no row matched no tap. ``plans`` may have
-    been in force, the first one when the run began; a plan without rows was not in force for a whole step. Without any
-    rows ``compare`` is not reported.
+    been in force, the first one when the run began; a plan without rows was not in force for a whole step. The default
+    of ``compare``, which matches every tap, is not reported.
     """
     used = set(frame["plan_version"].unique())
     in_force = [plan for plan in plans if plan.version in used] or list(plans[:1])
     found = {}
+    default = GraftPlan().compare
     for name in FILTERS:
-        if name == "compare" and not len(frame):
-            continue
         texts = dict.fromkeys(text for plan in in_force if (text := getattr(plan, name)) and text.strip())
+        if name == "compare":
+            texts.pop(default, None)
         if texts and not any(_may_match(text, frame) for text in texts):
             found[name] = next(reversed(texts))
     return found

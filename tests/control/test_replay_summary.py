@@ -80,6 +80,27 @@ def test_a_request_has_the_first_and_the_last_tap_of_its_batch(tmp_path: Path) -
     assert coarse.set_index("rid").loc["r2", "first_divergent"] == "hidden (layer=4)"
 
 
+def test_rounding_in_16_bits_is_not_divergent(tmp_path: Path) -> None:
+    rows = [
+        a_row(
+            step=FIRST_STEP + n, name="h", dtype=dtype, rel_l2=4e-3, nonfinite_differ=0, tags={"name": "h", "rid": rid}
+        )
+        for n, (rid, dtype) in enumerate((("r0", "bfloat16"), ("r1", "float32")))
+    ]
+    requests = [recorded(f"r{n}", n) for n in range(2)]
+    found = summary_of(tmp_path, requests, each(sum), each(sum), *rows).set_index("rid")
+    assert found["first_divergent"].fillna("").to_dict() == {"r0": "", "r1": "h"}
+    with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+        summary_of(tmp_path, requests, each(sum), each(sum), *rows, noise_floor=-1)
+
+
+def test_the_repr_counts_the_requests_that_differ(tmp_path: Path) -> None:
+    session: Any = Session([tap(0, "hidden", 0, 0.1)])
+    requests = write(tmp_path / "dump.pkl", [recorded(f"r{n}", n) for n in range(3)])
+    found = replay(session, requests, each(lambda ids: [*ids, 0]), each(lambda ids: [*ids, ids[0] // 2]))
+    assert repr(found) == "<Replay of 3 requests: 3 replayed, 1 with different tokens, 1 with a divergent tap>"
+
+
 def test_a_tap_of_one_request_counts_for_no_other_of_its_batch(tmp_path: Path) -> None:
     rows = (
         *(tap(0, "hidden", 0, 1e-7, rid="r0"), tap(0, "hidden", 1, 0.1, rid="r1"), tap(0, "hidden", 2, 1e-7, rid="r2")),
@@ -193,11 +214,13 @@ def test_differing_tokens_rank_before_any_numeric_difference() -> None:
 
 def test_a_replay_of_many_requests_is_shown_in_part() -> None:
     run: Any = None
-    summary = pd.DataFrame({"rid": [f"r{i}" for i in range(500)], "status": "compared"})
+    summary = pd.DataFrame(
+        {"rid": [f"r{i}" for i in range(500)], "status": "compared", "same_tokens": True, "first_divergent": None}
+    )
     shown = Replay(run, summary, [])._repr_mimebundle_()
     assert shown["text/plain"].startswith("<Replay of 500 requests: 500 compared>\n")
     assert shown["text/html"].count("<tr>") + shown["text/html"].count("<tr ") < 30
-    assert all(len(text.splitlines()) < 150 for text in shown.values())
+    assert all(len(text.splitlines()) < 200 for text in shown.values())
 
 
 def test_a_file_without_anything_to_replay_is_refused(tmp_path: Path) -> None:

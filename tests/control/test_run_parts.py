@@ -161,6 +161,13 @@ def test_filters_that_matched_nothing_are_known_once_the_run_has_ended() -> None
     assert run.summary[0] == "a remark"
 
 
+def test_calls_that_one_rank_lacks_are_in_the_summary() -> None:
+    run, state, ranks = run_of(*(row("h", rank=rank, order=order) for rank, order in ((0, 0), (0, 1), (1, 0))))
+    assert not run.summary[0].startswith("not on all ranks"), "a rank may still reach it"
+    ends(state, ranks)
+    assert run.summary[0] == "not on all ranks: 1 tap (h): 1 call on target[1], and 2 on target[0]"
+
+
 def test_a_run_is_shown_with_its_failures_counts_and_conclusions() -> None:
     rows = [row("<a>", order=0), row("b", order=1), row("c", order=2, status="missing")]
     run, state, ranks = run_of(*rows)
@@ -173,6 +180,9 @@ def test_a_run_is_shown_with_its_failures_counts_and_conclusions() -> None:
     assert shown["text/html"].startswith("<b>run 3</b> failed on target[1]; 2 compared, 1 missing<br>")
     assert shown["text/plain"].startswith("<Run 3: failed on target[1], 3 rows>\nnot compared: 1 missing;")
     assert "the frame&#x27;s column error says why<br>" in shown["text/html"]
+    run, state, ranks = run_of()
+    ends(state, ranks, RunDone(3, None, Failure("KeyboardInterrupt", "", "")))
+    assert repr(run) == "<Run 3: interrupted on baseline[0], target[0], target[1], 0 rows>"
     empty, state, ranks = run_of()
     ends(state, ranks)
     assert repr(empty) == "<Run 3: done, 0 rows>"

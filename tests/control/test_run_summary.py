@@ -60,6 +60,8 @@ def test_the_summary_reports_taps_without_a_counterpart(session: gl.Session) -> 
     assert "none; the only compared row" in run.summary[1]
     assert "not compared: 1 missing" in run._repr_mimebundle_()["text/plain"]
     assert "without this tap" in run.frame.set_index("name")["error"]["b"]
+    run = session.run(lambda: gl.tap("a", torch.ones(3)), lambda: None)
+    assert run.summary[0] == "not compared: 1 unmatched; no rank of the other side requested it"
 
 
 def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -> None:
@@ -76,6 +78,9 @@ def test_a_filter_that_matched_no_tap_of_the_run_is_named(session: gl.Session) -
         run = session.run(lambda: model(False), lambda: model(False))
         assert run.unmatched == {"b2t": "name == 'hiden'"}
         assert "no taps" in shown(run)
+        session.edit(compare="layr < 2", b2t=None)
+        run = session.run(lambda: model(False), lambda: model(False))
+        assert run.summary == ["compare matched no tap in this run: layr < 2"]
     finally:
         session.edit(b2t=None, keep=None, compare="True")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from graftlab.errors import SessionError
+from graftlab.errors import RunError, SessionError
 from graftlab.judging.job_steps import JobStepsAbandoned
 from graftlab.judging.judgement import Judgement, _unseen_dtype
 from graftlab.judging.swaps import _is_same_layer
@@ -47,6 +47,14 @@ def test_a_failed_stage_is_reported_with_the_first_line_of_its_error(
         "The swap failed, so its results are missing: ZeroDivisionError",
     ]
     assert judgement._attempt("the search", lambda: 3, 4) == 3
+
+
+def test_a_stage_in_which_a_rank_died_says_how(judgement: Judgement) -> None:
+    died = "target[1] died: killed by SIGKILL. Its log (/logs/target-1.log) ends:"
+    judgement._attempt("the search", raising(RunError(f"run 3 failed on target[1]\n\n{died}\nthe log")), None)
+    assert judgement._failed == [
+        "The search failed, so its results are missing: run 3 failed on target[1]: target[1] died: killed by SIGKILL"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.comparison.answers import answer_of
 from graftlab.errors import SessionError
-from graftlab.judging.partial_sums import Summands, _are_far, _means_add_up, next_taps, partial_sums
+from graftlab.judging.partial_sums import (
+    Summands,
+    _are_far,
+    _means_add_up,
+    averages_of_parts,
+    next_taps,
+    partial_sums,
+)
 from graftlab.judging.verdict_runs import RunFilters
 from graftlab.rows.store import to_frame
 
@@ -169,6 +176,41 @@ def halved() -> torch.Tensor:
 @pytest.mark.ranks
 def test_copies_that_are_wrong_by_the_number_of_ranks_are_not_summands(session: gl.Session) -> None:
     assert session.verdict(halved, halved).named == ["sum"]
+
+
+def averaged(fault: bool) -> None:
+    me = gl.here()
+    assert me is not None
+    x = torch.linspace(-2, 3, 48).reshape(6, 8).chunk(me.world_size)[me.rank]
+    hidden = gl.tap("hidden", x * 2)
+    wrong = fault and me.side == "target"
+    gl.tap("loss", hidden.square().mean() * (1.01 if wrong else 1.0))
+
+
+@pytest.mark.ranks
+def test_a_loss_that_each_rank_has_of_its_part_of_the_batch_is_not_named(session: gl.Session) -> None:
+    verdict = session.verdict(averaged, averaged, args=(False,))
+    assert verdict.named == []
+    assert "\nNot checked: loss on each rank of the target: only the average over the ranks is the base" in verdict.text
+    assert session.verdict(averaged, averaged, args=(True,)).named == ["loss"]
+
+
+def losses(*values: float, aligned_by: str | None = "slice dim=0", **fields: Any) -> list[str]:
+    """The averages among a sliced tap and a loss of 3.0 on the baseline and of these values on the target's ranks."""
+    of_loss = {"numel": 1, "mean_baseline": 3.0, "std_target": 0.0, **fields}
+    rows = [
+        tap("loss", 2, abs(value - 3) / 3, rank=rank, **{"mean_target": value, **of_loss})
+        for rank, value in enumerate(values)
+    ]
+    hidden = [tap("hidden", 1, rank=rank, aligned_by=aligned_by) for rank in range(len(values))]
+    finite = {"nonfinite_baseline": 0, "nonfinite_target": 0}
+    return averages_of_parts(to_frame([row._replace(**finite) for row in (*hidden, *rows)]), 1, len(values))
+
+
+def test_an_average_over_ranks_is_one_number_of_ranks_that_share_a_batch() -> None:
+    assert losses(2.0, 4.0) == losses(2.0, 4.0, 3.0) == ["loss"]
+    assert losses(2.0, 4.1) == losses(2.0, 4.0, aligned_by=None) == losses(2.0, 4.0, numel=2) == []
+    assert losses(3.0, 3.0) == losses(3.0) == losses(2.0, 4.0, dtype="int64") == []
 
 
 # ---- which taps hold summands, from given tensors -------------------------------------------------------------------

@@ -267,6 +267,7 @@ UNUSABLE_RENAMES: dict[str, Any] = {
     "more repeats than can be counted": {"target": {"a{99999999999999999999}": "b"}},
     "more parts than fit in memory": {"target": {"a" * 20_000: "b"}},
     "no such side": {"left": {"a": "b"}},
+    "no such side, without rules": {"left": {}},
     "no replacement": {"target": {"a": None}},
     "a function": {"target": {"a": lambda match: "b"}},
     "a number": {"target": {3: "b"}},

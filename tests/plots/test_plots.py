@@ -422,6 +422,13 @@ def test_a_missing_column_is_named(draw: Callable[[pd.DataFrame], Figure], colum
         draw(frame(row()).drop(columns=column))
 
 
+@pytest.mark.parametrize("floor", [-1, math.nan, "float32", True])
+def test_a_floor_that_nothing_can_be_compared_with_is_refused(floor: Any) -> None:
+    for draw in (plots.first_divergent, plots.divergence, plots.over_steps):
+        with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+            draw(frame(row()), noise_floor=floor)
+
+
 def test_missing_columns_of_only_some_figures_are_named() -> None:
     with pytest.raises(ValueError, match="no column 'order'"):
         plots.divergence(frame(row()).drop(columns="order"))

@@ -366,3 +366,11 @@ def test_calls_without_a_partner_are_counted_on_one_rank() -> None:
     of_ranks = [row("h", rank=rank, order=order) for rank in (0, 1) for order in (1, 2)]
     alone = [row("h", None, rank=rank, order=3, status="missing", side="target") for rank in (0, 1)]
     assert unseen_of(frame_of(*of_ranks, *alone)) == ["1 tap (h): 1 of 3 calls is on the target only."]
+
+
+def test_calls_that_one_rank_lacks_are_counted() -> None:
+    of_ranks = [row("h", rank=rank, order=order) for rank, calls in ((0, 3), (1, 2)) for order in range(calls)]
+    assert unseen_of(frame_of(*of_ranks)) == ["1 tap (h): 2 calls on target[1], and 3 on target[0]."]
+    # The stages of a pipeline have different layers, under one name or several.
+    stages = [row("h", rank=rank, tags={"layer": layer}) for rank, layer in ((0, 0), (0, 1), (1, 2))]
+    assert unseen_of(frame_of(*stages, row("embed", rank=0))) == []

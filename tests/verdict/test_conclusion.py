@@ -63,6 +63,19 @@ def test_the_headline_has_the_most_important_sentence_of_several() -> None:
     assert not any(each in text for each in found.sentences[1:])
 
 
+def test_the_headline_has_the_non_finite_values_of_earlier_steps() -> None:
+    first, worse = row("a", order=1, rel_l2=0.5), row("b", order=2, step=1, nonfinite_differ=3)
+    then = [row(name, order=order, step=2, rel_l2=0.25) for order, name in enumerate("ab")]
+    text = explorer.headline(conclude(to_frame([first, row("b", order=2), worse, *then]), []))
+    assert " Non-finite values first differ at b on target[0] in step 1: 3 of 64 elements " in text
+    # Said once, where the first divergence is that row; and of the newest rows, where no history is known yet.
+    assert "Non-finite values" not in explorer.headline(conclude(to_frame([worse, then[1]]), []))
+    newest = [row("a", order=1, rel_l2=0.5), worse._replace(step=0)]
+    assert (
+        explorer.headline(conclude_from(newest)).count("on-finite values first differ at b on target[0] in step 0") == 1
+    )
+
+
 def test_a_table_of_taps_has_the_largest_value_of_the_run_beside_the_newest() -> None:
     rows = [row("a", step=step, rel_l2=rel_l2) for step, rel_l2 in enumerate((1e-7, 0.5, 1e-6))]
     shown = explorer.figures(conclude(to_frame(rows), []))
@@ -92,6 +105,8 @@ def test_each_line_of_a_live_display_has_what_is_known_of_its_row() -> None:
     failing = explorer.headline(found, {"target[0]": "ValueError: " + "x" * 300, "target[1]": "other"})
     assert failing.startswith("Run 0 failed on target[0], target[1] (ValueError: x")
     assert len(failing) < 600
+    stopped = explorer.headline(found, dict.fromkeys(("baseline[0]", "target[0]"), "KeyboardInterrupt: "))
+    assert stopped.startswith("Run 0 interrupted on baseline[0], target[0] (KeyboardInterrupt), steps")
     assert explorer.headline(conclude_from([])) == "Nothing was compared yet."
     assert [column[1] for column in shown["columns"] if column[1] not in {*shown, *explorer.taps(found)}] == []
     assert [explorer.rounded(value) for value in (None, math.nan, 1.23456e-7)] == [None, None, 1.235e-7]

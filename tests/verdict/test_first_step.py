@@ -102,6 +102,20 @@ def test_steps_after_a_graft_prove_nothing() -> None:
     assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
 
 
+def test_gradients_of_a_part_of_the_batch_are_larger_by_the_number_of_ranks() -> None:
+    taps = (WEIGHT, VALUE, ("y", {"kind": "grad"}), GRADIENT)
+    frame, wrong = (to_frame(list(rows({0: at}, taps))) for at in ({2: 1.0}, {2: 1.0, 3: 0.5}))
+    floors = AccumulatedFloors({}, {}, 1e-5)
+    alone = first_difference(frame, floors, 5.0)
+    assert alone is not None
+    assert alone.sentence.endswith("the first tap that differs is the gradient of y (by 1).")
+    assert first_difference(frame, floors, 5.0, ranks=(1, 2)) is None
+    assert first_difference(frame, floors, 5.0, ranks=(1, 4)) is not None
+    averaged = first_difference(wrong, floors, 5.0, ranks=(1, 2))
+    assert averaged is not None
+    assert averaged.sentence.endswith("the first tap that differs is the gradient of the weight w (by 0.5).")
+
+
 def test_of_several_weights_the_first_in_the_order_of_the_rows_is_named() -> None:
     taps = (WEIGHT, ("v", {"kind": "param"}), VALUE, GRADIENT)
     first = found({4: {}, 5: {0: 0.1, 1: 0.4, 2: 0.2}}, taps)

@@ -12,7 +12,7 @@ import torch
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import STATISTICS, Row, statistics_of
 from graftlab.verdict.added import added_frame, named_groups
-from graftlab.verdict.gradient_scaling import GradientScaling, _is_scaled, _times, gradient_scaling, left_over
+from graftlab.verdict.gradient_scaling import GradientScaling, _times, gradient_scaling, is_scaled, left_over
 
 NAMED = ["out@grad", "up.weight@param_grad"]
 BASELINES = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -92,8 +92,8 @@ def test_a_gradient_off_by_more_than_rounding_beside_the_factor_stays_named() ->
     row = statistics_of(measure(BASELINES, 2.0 * off))
     held: dict[str, Any] = dict(zip(STATISTICS, row, strict=True))
     assert held["cosine"] > 0.999
-    assert not _is_scaled(held, 2.0, 1e-5)
-    assert _is_scaled(held, 2.0, 0.1)
+    assert not is_scaled(held, 2.0, 1e-5)
+    assert is_scaled(held, 2.0, 0.1)
 
 
 def test_a_large_factor_of_a_scaler_is_recognised() -> None:
@@ -102,7 +102,7 @@ def test_a_large_factor_of_a_scaler_is_recognised() -> None:
         drawn = torch.randn(4096, generator=torch.Generator().manual_seed(seed))
         for factor in (2.0**16, 2.0**-16):
             held: dict[str, Any] = dict(zip(STATISTICS, statistics_of(measure(drawn, drawn * factor)), strict=True))
-            assert _is_scaled(held, factor, 3e-7)
+            assert is_scaled(held, factor, 3e-7)
 
 
 def test_the_factor_of_the_ranks_holds_whatever_is_inherited_and_beside_other_errors() -> None:
@@ -126,10 +126,10 @@ def test_weights_gradients_must_have_the_factor_in_each_step() -> None:
 def test_a_gradient_of_zeros_has_any_factor_and_shows_none() -> None:
     zeros = dict.fromkeys(("mean_baseline", "std_baseline", "mean_target", "std_target"), 0.0)
     row = {"nonfinite_differ": 0, "rel_l2": 0.0, "cosine": None, **zeros}
-    assert _is_scaled(row, 2.0, 1e-5)
+    assert is_scaled(row, 2.0, 1e-5)
     assert math.isnan(_times(row))
     row |= {"rel_l2": math.inf, "std_target": 1.0}
-    assert not _is_scaled(row, 2.0, 1e-5)
+    assert not is_scaled(row, 2.0, 1e-5)
     assert math.isnan(_times(row))
 
 

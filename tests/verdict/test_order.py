@@ -16,13 +16,11 @@ from kit.examples import examples
 
 from graftlab import demo
 from graftlab.base.tags import RESERVED_TAGS, identity
-from graftlab.control import replay
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.rows.encoding import encode
 from graftlab.rows.newest import LiveTaps
 from graftlab.rows.schema import COLUMNS, Row
 from graftlab.rows.store import RowStore, to_frame
-from graftlab.session import Session
 from graftlab.verdict.order import distances_in, first_divergent, group, require, tag_columns
 
 
@@ -213,9 +211,8 @@ def test_a_pair_with_only_one_finite_value_always_diverges() -> None:
     assert found["name"] == "odd"
 
 
-@pytest.mark.parametrize("function", [replay.replay, Session.replay, demo.report], ids=lambda f: f.__qualname__)
-def test_the_noise_floor_is_one_number(function: Any) -> None:
-    assert inspect.signature(function).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
+def test_the_noise_floor_is_one_number() -> None:
+    assert inspect.signature(demo.report).parameters["noise_floor"].default is DEFAULT_NOISE_FLOOR
 
 
 def test_a_one_sided_tap_keeps_its_place_between_shared_taps() -> None:

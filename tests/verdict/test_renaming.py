@@ -63,6 +63,11 @@ def test_sides_that_share_no_name_are_advised_to_rename_or_to_match() -> None:
     assert "%graft match, or with session.match()" in str(pairing_advice(unlike, of_jobs=True))
 
 
+def test_taps_that_no_transform_fits_are_not_to_be_added() -> None:
+    said = pairing_advice(run(["q"], ["q"], status="failed"), of_jobs=False)
+    assert said == "The taps that both sides have could not be compared, for the reason below"
+
+
 def test_sides_that_share_a_name_or_have_no_taps_get_no_advice() -> None:
     for found in (run(["a", "b"], ["x", "b"]), run(["a"], []), run([], ["x"])):
         assert pairing_advice(found, of_jobs=False) is None

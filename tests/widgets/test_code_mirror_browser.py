@@ -164,6 +164,11 @@ def test_numbers_of_messages_continue_after_those_that_the_kernel_has_seen(page:
     assert status.inner_text() == "apply: waiting for the kernel"
     editor.sets("acknowledged", submit["serial"])
     assert status.inner_text() == "apply: received"
+    # Beside what went wrong that would read as success.
+    editor.sets("error", {"line": None, "message": "no such tap"})
+    assert status.inner_text() == ""
+    editor.typing.press("Control+Enter")
+    assert status.inner_text() == "apply: waiting for the kernel"
 
 
 def test_an_offered_text_does_not_replace_what_was_typed_since(page: Page) -> None:

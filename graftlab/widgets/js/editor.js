@@ -177,7 +177,8 @@ class Footer {
     const text = failed ? (line === null ? message : `line ${line}: ${message}`) : keys;
     // What has not changed is not set again, or a screen reader would say it with every key.
     if (this.message.textContent !== text) this.message.textContent = text;
-    this.status.textContent = this.draft.status;
+    // That the kernel has the text is no success: what it made of it is in the error, or in the panel's message.
+    this.status.textContent = failed && this.draft.waiting === null ? "" : this.draft.status;
     this.status.classList.toggle("graftlab-waiting", this.draft.waiting !== null);
   }
 }

@@ -16,7 +16,6 @@ const COLOURS = {
   selection: ["editor-selected-focused-background", "#cfe3fb", "#2b4a6f"],
   popup: ["layout-color1", "#ffffff", "#24282e"],
   error: ["error-color1", "#c62828", "#ff7b72"],
-  done: ["success-color1", "#2e7d32", "#7ee787"],
   keyword: ["mirror-editor-keyword-color", "#a0287f", "#ff7ab2"],
   name: ["mirror-editor-def-color", "#1250b8", "#79b8ff"],
   string: ["mirror-editor-string-color", "#a3381f", "#ffab70"],
@@ -136,8 +135,8 @@ const frame = `
 .graftlab-footer .graftlab-error {
   color: var(--gl-error); white-space: pre-wrap; overflow-wrap: anywhere; overflow-y: auto; max-height: 8.4em;
 }
-.graftlab-footer .graftlab-status { color: var(--gl-done); white-space: nowrap; }
-.graftlab-footer .graftlab-waiting { color: var(--gl-faint); font-style: italic; }
+.graftlab-footer .graftlab-status { color: var(--gl-faint); white-space: nowrap; }
+.graftlab-footer .graftlab-waiting { font-style: italic; }
 /* Completions hang out of a line. */
 .graftlab-one-line { position: relative; overflow: visible; }
 .graftlab-one-line .cm-editor.cm-editor { height: auto; min-height: 0; resize: none; overflow: visible; }
