@@ -69,7 +69,7 @@ class _GradientPair:
     rank: int
     row: Mapping[str, Any]
     limit: float
-    is_small: bool = False
+    is_small: bool
 
     def left(self, factor: float) -> float:
         """The remaining difference without this factor; NaN if unknown, 0 if both gradients are zero."""

@@ -271,7 +271,7 @@ def _in_order_of_parts(
     if found is None:
         return []
     path, dim, order = found
-    sentence = in_words(_ARGUMENT.sub(r"\1", path, count=1), dim, order)
+    sentence = in_words(_ARGUMENT.sub(r"\1", path), dim, order)
     results = differences_in_order(baseline, target, dim, order)
     far = [each.rel_l2 for each in results if is_beyond_rounding(each, threshold)]
     if far:
@@ -339,7 +339,7 @@ def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[Cal
             if path in theirs.untapped_numbers and not torch.equal(
                 ours.whole_numbers[path], theirs.whole_numbers[path]
             ):
-                found[_ARGUMENT.sub(r"\1", path, count=1)] = None
+                found[_ARGUMENT.sub(r"\1", path)] = None
     if not found:
         return []
     return [
@@ -371,7 +371,7 @@ def _in_padding(call: CallDescription, findings: Findings) -> list[str]:
         if mask.dim() == 2 and is_padding.any() and bool((is_padding | (mask == 1)).all()):
             differ_there = [pair is not None and _differ_only_at(is_padding, *pair) for pair in pairs]
             if pairs and all(differ_there):
-                name = _ARGUMENT.sub(r"\1", path, count=1)
+                name = _ARGUMENT.sub(r"\1", path)
                 return [
                     f"Where the groups named below differ most, only rows that {name} masks by zeros differ. Padding "
                     "may differ in a right port, if nothing reads it."

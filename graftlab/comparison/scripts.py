@@ -622,7 +622,7 @@ class _HeldInTurn:
             # From equal tokens, this call agrees too.
             return self._with(compared, (chosen, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
-            agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
+            agreed = self._agreed(updates=self._updates - 1)
             return self._with(compared, (f"{agreed} In update {self._updates} of the weights:".strip(),))
         return self._with(self._with_calls_before(compared), ())
 

@@ -208,7 +208,7 @@ class _LineTracer:
 
     def _tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool) -> Any:
         self._follow_steps()
-        own = plain_tensor(value) if isinstance(value, torch.Tensor) else None
+        own = plain_tensor(value)
         self.recorder.begin_taps()
         if not isinstance(own, torch.Tensor) or not self.recorder.is_open:
             return self._takes.tap(name, value, extras, tags, replace)
@@ -225,7 +225,7 @@ class _LineTracer:
             # A graft sets the gradient of one branch. Without a copy, the other branches that autograd gives the same
             # tensor would end at this tap on the side that has no graft.
             result = result.clone()
-        shown = plain_tensor(result) if isinstance(result, torch.Tensor) else None
+        shown = plain_tensor(result)
         if isinstance(shown, torch.Tensor) and is_grafted:
             self.recorder.set_by_tap(shown, name, changed=self._side == "target" or is_copied)
         self.recorder.is_open = self._step <= self._last and len(self.found) < len(self._request.wanted)

@@ -51,6 +51,8 @@ def test_on_a_terminal_one_line_is_rewritten_and_removed(
         clock.value += 7
         progress.wait_for(PROCESSES, ["target[0]", "target[1]"])
         assert shown.getvalue() == "\r\x1b[2Kwaiting for target[0], target[1] to call a model · 7 s · 1 of target"
+        progress.wait_for(PROCESSES, ["baseline[0]", "target[0]"])
+        assert shown.getvalue().endswith("baseline[0], target[0] to call a model · 7 s · 1 of baseline")
         progress.show("x" * 500)
         line = shown.getvalue().rpartition("\x1b[2K")[2]
         assert len(line) < 200

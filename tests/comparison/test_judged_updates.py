@@ -154,6 +154,7 @@ def test_an_update_that_cannot_be_replayed_clears_nothing_and_blames_nothing(sid
 
 @pytest.mark.parametrize("apart", [1e-6, 1e-4])
 def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apart: float, made: Any) -> None:
+    made.given = rows(*GIVEN, ("u", "param_grad", 0.0))
     made.gradients = GradientFindings(sentences=("A reduction is missing.",), named=("w",), parts=2)
     made.after, made.moved = rows(("w", "param", apart)), rows(*((name, "param", 1e-3) for name in "wuv"))
     compared = judged(made)
@@ -161,6 +162,8 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     # Other gradients may have been added up before the step.
     assert [each.args for each in divided] == ([(2, {"w"})] if apart < 1e-5 else [])
     assert {"b2t": "kind != 'param_grad'", "compare": "True", "keep": None, "t2b": None} in made.done
+    # Each plan that was lent was taken back.
+    assert sum(isinstance(each, dict) for each in made.done) == made.done.count("restored")
     if apart < 1e-5:
         assert (compared.answer, compared.named) == ("agree", [])
         assert compared.remarks[0].startswith("Each of the target's ranks has its part of the gradients when the step")

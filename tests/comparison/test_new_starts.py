@@ -133,7 +133,7 @@ def test_a_backward_pass_that_fails_is_left_out_of_later_starts(
             scripts._record("call 1")
         return
     assert scripts._record("call 1") is None
-    # The failed start is not recorded: another one takes its place, before the repetition.
+    # The failed start is not recorded: a further start takes its place, before the repetition.
     assert reached == [True, False, False]
     assert scripts.add_backward() == "RuntimeError: no gradient"
 
@@ -222,7 +222,8 @@ def test_an_update_has_no_output_that_could_be_chosen(explain: bool, monkeypatch
     scripts = Judged(monkeypatch)
     scripts._record("call 1")
     choice = JudgingChoice(output="logits", floor=1e-3, threshold=7.0)
-    assert scripts.verdict(choice, explain=explain) == "the verdict"  # type: ignore[comparison-overlap]
+    given = {} if explain else {"explain": False}
+    assert scripts.verdict(choice, **given) == "the verdict"  # type: ignore[comparison-overlap]
     (request,) = asked
     assert (request.output, request.explain) == (("logits", True) if explain else (None, False))
     assert (request.floor, request.threshold) == (1e-3, 7.0)

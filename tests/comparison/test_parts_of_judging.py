@@ -180,14 +180,14 @@ def test_calls_that_cannot_be_repeated_in_place_are_named_with_the_first_reason(
 )
 def test_a_call_is_dropped_on_all_ranks_unless_one_is_gone(closed: bool, alive: bool, drops: bool) -> None:
     session: Any = MagicMock(closed=closed, ranks=[SimpleNamespace(alive=True), SimpleNamespace(alive=alive)])
-    session.runs = [MagicMock(done=True)]
+    session.runs = [MagicMock(done=True), MagicMock(done=True)]
     functions._drop_call(session)
     assert session.run.called is drops
     assert not session.interrupt.called
     session.runs[-1].done = False
     functions._drop_call(session)
     assert session.interrupt.called
-    assert session.runs[-1].wait_steps.called
+    assert [run.wait_steps.called for run in session.runs] == [False, True]
 
 
 def test_a_text_that_names_a_function_of_a_file_is_that_function(tmp_path: Path) -> None:

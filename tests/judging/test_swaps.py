@@ -165,6 +165,24 @@ def test_a_part_with_earlier_calls_among_the_groups_is_not_measured(runs: Runs) 
         assert swaps.causes(["a", "part"], [], replace(OUTPUT, parts=(part,)), 5.0).agrees is agrees
 
 
+def test_taps_with_other_names_on_each_side_count_as_calls_of_their_own_group(runs: Runs) -> None:
+    # Paired names are compared by their group, which the other taps are not of.
+    runs.before = GraftPlan(rename={"target": {"x": "y"}})
+    assert swaps_of(runs, NAMES).can_measure(["a", "out"], OUTPUT)
+    assert not swaps_of(runs, (*NAMES, "out")).can_measure(["a", "out"], OUTPUT)
+
+
+def test_one_wrong_element_of_an_output_is_judged_by_the_floor_of_an_element(runs: Runs) -> None:
+    """The least floor of an element is three times that of the whole."""
+    for off, agrees in ((1e-5, True), (1e-4, False)):
+        value = torch.ones(64)
+        value[0] += off
+        swaps = swaps_of(runs)
+        swaps._selves[0].last["out"] = torch.ones(64)
+        runs.kept = lambda name, value=value: (value, value)
+        assert swaps.causes(["a"], [], OUTPUT, 5.0).agrees is agrees
+
+
 def test_the_output_is_shown_even_where_the_sides_would_wait_for_each_other(runs: Runs) -> None:
     swaps_of(runs, ("b", "out", "a"), ("a", "b", "out"))._distances(["a"], [], [OUTPUT])(frozenset())
     (filters,) = runs.filters

@@ -122,7 +122,11 @@ def test_all_runs_but_the_first_are_set_aside(calls: Calls) -> None:
     run = calls.answer()
     calls.runs.both("first", RunFilters(compare="True"))
     assert (calls.set_aside, calls.runs.count) == (set(), 1)
-    assert run.wait.call_args.kwargs["bar"]._title == "verdict, run 1 of about 3: first"
+    bar = run.wait.call_args.kwargs["bar"]
+    assert bar._title == "verdict, run 1 of about 3: first"
+    calls.runs.request.stop.set()
+    with pytest.raises(KeyboardInterrupt), bar:
+        pass
     calls.answers.append(SessionError("refused"))
     with pytest.raises(SessionError, match="refused"):
         calls.runs.both("second", RunFilters())
@@ -176,11 +180,13 @@ def test_only_an_exception_of_the_first_run_is_one_of_the_functions(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
-    calls.answer(side_effect=RunError("run 0 failed on target[0]"))
+    # The session's first run was the user's own.
+    calls.session.runs.append(SimpleNamespace(number=0, failures={}))
+    calls.answer(side_effect=RunError("run 1 failed on target[0]"))
     calls.answer(["a"], ["b"])
     calls.runs.both("first", RunFilters())
     assert (calls.runs.raised, calls.runs.count, calls.runs.returned) == ("the target raises", 1, None)
-    assert calls.set_aside == {0}
+    assert calls.set_aside == {1}
     assert all(each.func is call_until_exception for each in calls.made[1][0].values())
     # Grafts of a later run may lead to an exception that neither function raises without them.
     calls = Calls(monkeypatch)

@@ -710,6 +710,19 @@ def test_pairs_are_accepted_and_rejected() -> None:
     assert len(without) == 3
 
 
+def test_the_rounds_end_after_three_guesses_in_vain() -> None:
+    seeds = {"a": 0, "b": 9}
+    sides = [[tap(f"{name}.{n}", values(5, 5, seed=seed + n), n) for n in range(6)] for name, seed in seeds.items()]
+    tried: list[tuple[Pair, ...]] = []
+
+    def record(grafts: tuple[Pair, ...]) -> Any:
+        tried.append(grafts)
+        return sides
+
+    match_in_rounds(record, guesses=3)
+    assert sum(map(bool, tried)) == 3
+
+
 def test_the_html_folds_layers_and_escapes_names() -> None:
     baseline, target = layered(3)
     target.append(tap("<b>", values(5, 5, seed=50), 3))
@@ -727,7 +740,9 @@ def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:
     assert len(repr(proposal)) < 200
     rich = proposal._repr_mimebundle_()["text/html"]
     assert rich.count("<tr>") <= 2 * 20 + 4
-    assert "and 280 lines more" in rich
+    # In both tables. Of a layer that is alone no number is shown.
+    assert rich.count("and 280 lines more") == 2
+    assert ">x1<" not in rich
     texts = tuple(f"sentence {name}" for name in names)
     rich = Proposal((), problems=texts, notices=texts)._repr_mimebundle_()["text/html"]
     assert rich.count("<p>sentence") == 2 * 20

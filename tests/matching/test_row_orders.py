@@ -555,6 +555,14 @@ def test_a_call_with_a_third_of_the_other_sides_rows_is_found_on_either_side(is_
     assert torch.equal(mine[torch.from_numpy(order.index)[known]], theirs[known])
 
 
+def test_equal_rows_of_several_calls_are_those_of_the_call_of_the_same_number() -> None:
+    rows = torch.arange(12) * 7 % 101
+    sides = [[RecordedTap.of(f"ids[call={n}]", each) for n in (0, 1)] for each in (rows, rows.flip(0))]
+    orders = row_orders(*sides, {"baseline": None, "target": None})
+    assert [order.baseline for order in orders] == [order.target for order in orders]
+    assert len(orders) == 2
+
+
 def test_two_gathers_of_rows_become_one_that_takes_the_same_rows() -> None:
     first, second = Gather.of_rows((6,), [5, 3, -1, 0], (4,)), Gather.of_rows((4,), [2, 0, -1, 1, 3, 0], (2, 3))
     other = Rearrange("a b c -> b a c")
@@ -613,6 +621,7 @@ def test_complex_taps_show_no_rows() -> None:
         ((4, 5), (2, 3), None),
         ((2, 8), (2, 3), None),
         ((3, 8), (2, 3), None),
+        ((3, 8), (3, 3), None),
     ],
 )
 def test_rows_lie_along_dimensions_of_their_sizes(shape: Any, dims: Any, places: Any) -> None:

@@ -136,6 +136,21 @@ def test_a_part_is_found_under_a_half_width_dtypes_noise(part: int, of: list[int
     assert find(RecordedTap.of("qkv", (x @ weight).float()), RecordedTap.of("part", unrelated)) is None
 
 
+def test_a_part_is_found_under_the_rounding_of_another_order_of_sums() -> None:
+    whole, layout = random(36, 48), parse_layout("part(index=1, of=[1, 1, 1], groups=4) | a b -> b a")
+    rounded = whole * (1 + 1e-5 * random(36, 48, seed=1))
+    found = find(RecordedTap.of("x", whole.float()), RecordedTap.of("y", layout.local(rounded).float()))
+    assert found is not None
+    assert torch.equal(found.layout.local(whole), layout.local(whole))
+
+
+def test_a_value_has_the_place_of_the_only_near_one() -> None:
+    lookup = Lookup(np.array([5.0, 1.0, 3.0, 3.2]))
+    # Within the tolerance, on either side; in between; with two that are near.
+    places = lookup.unique(np.array([1.05, 0.95, 1.2, 0.8, 3.0]), 0.1)
+    assert places.tolist() == [1, 1, -1, -1, -1]
+
+
 @pytest.mark.parametrize("shape", [(6,), (4, 9), (4, 3, 12), (2, 6, 5, 8)])
 def test_each_split_of_a_shape_has_all_of_its_elements(shape: tuple[int, ...]) -> None:
     splits = list(_splits(shape))

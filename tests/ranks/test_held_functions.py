@@ -214,6 +214,13 @@ def test_an_interrupted_call_leaves_the_state_of_its_models() -> None:
     assert model.calls.item() == 0
 
 
+def test_a_call_that_raises_is_described_by_its_exception() -> None:
+    def fails(x: torch.Tensor = X) -> torch.Tensor:
+        raise ValueError("bad\nmore")
+
+    assert held(lambda: fails).raises == "ValueError: bad"
+
+
 def test_a_dropped_call_is_ended_once() -> None:
     model = Counts()
     drop_call()  # there is none

@@ -173,6 +173,17 @@ def test_a_call_is_described_with_what_behaves_as_in_training() -> None:
     assert of(lambda: drop(torch.ones(2)), drop).describe().in_training == ("Dropout",)
 
 
+def test_a_call_needs_its_backward_pass_if_one_of_its_results_does() -> None:
+    model = net()
+    results = {"frozen": torch.ones(2), "out": model(torch.ones(2))}
+    held = of(lambda: results, model)
+    assert held.describe().needs_backward
+    assert held.describe_result().needs_backward
+    del results["out"]
+    assert not held.describe().needs_backward
+    assert not held.describe_result().needs_backward
+
+
 def test_weights_of_inference_mode_count_no_writes() -> None:
     with torch.inference_mode():
         model = nn.Linear(2, 2)

@@ -133,7 +133,7 @@ def test_submodules_are_covered_however_deeply_they_nest(levels: int) -> None:
 def test_values_of_weights_are_brought_back_on_request_alone(weights: bool) -> None:
     model = nn.Linear(1, 1)
     before = model.weight.item()
-    snapshot = StateSnapshot([model], weights=weights)
+    snapshot = StateSnapshot([model], weights=True) if weights else StateSnapshot([model])
     write(model.weight)
     snapshot.restore()
     assert model.weight.item() == (before if weights else 5.0)

@@ -233,8 +233,12 @@ def test_named_groups_have_their_labels_and_what_follows_them_is_inherited() -> 
     frame = pd.DataFrame(
         [{"group": g, "ratio": r, "error_ratio": e, "label": "clean", "alone": math.nan} for g, (r, e) in names.items()]
     )
+    # Another tap of a named group, which adds rounding alone.
+    frame.loc[len(frame)] = {**frame.iloc[1], "ratio": 1.0, "error_ratio": 1.0}
     causes = {"y": Causes({"a": "culprit", "b": "minor"}, {"a": 40.0})}
-    found = labelled(frame, ["a", "b", "d"], ["c@grad"], causes, 5.0, even=["d"]).set_index("group")
+    every = labelled(frame, ["a", "b", "d"], ["c@grad"], causes, 5.0, even=["d"])
+    assert every.iloc[-1][["label", "alone"]].dropna().to_dict() == {"label": "clean"}
+    found = every.iloc[:-1].set_index("group")
     assert found["label"].to_dict() == {
         **{"before": "clean", "a": "culprit", "b": "minor", "c@grad": "inherited", "after": "inherited"},
         **{"clean": "clean", "d": "clean"},

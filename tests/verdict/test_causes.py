@@ -129,6 +129,19 @@ def test_groups_that_move_the_output_only_together_are_culprits_beside_another()
     assert found.together == {"b", "c"}
 
 
+@pytest.mark.parametrize(("count", "alone"), [(5, 5), (6, 4)])
+def test_all_groups_are_swapped_alone_if_the_runs_suffice(count: int, alone: int) -> None:
+    asked: list[frozenset[str]] = []
+
+    def effect(kept: frozenset[str]) -> float:
+        asked.append(kept)
+        return 0.1 * len(kept)
+
+    found = find_causes([f"g{i}" for i in range(count)], effect, T, most=8)
+    assert (len(found.alone), len(found.untested)) == (alone, count - alone)
+    assert len(asked) <= 8
+
+
 def test_groups_beyond_the_bound_are_swapped_together_and_reported() -> None:
     strength = {"big": 1e4} | {f"g{i}": 0.1 for i in range(20)}
     found = find_causes(list(strength), additive(**strength), T, by_size=["big"])

@@ -207,6 +207,8 @@ def test_a_global_factor_is_taken_out_and_remaining_differences_are_named(
     assert "The factor does not explain blocks.*.router.w." in found.text
     # Nor is the right layer of the wrong group named.
     assert frame.loc[frame["ratio"] > 5, "name"].tolist() == ["blocks.1.router.w"]
+    # What was added is what the factor leaves over.
+    assert frame.loc[frame["added"] > 1e-3, "name"].tolist() == ["blocks.1.router.w"]
 
 
 def test_a_gradient_with_the_factor_and_rounding_within_the_threshold_is_explained() -> None:

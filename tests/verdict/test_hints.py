@@ -93,6 +93,14 @@ def test_a_mechanism_is_named(target: Tensor, said: str) -> None:
     assert hint.fit >= 0.99
 
 
+@pytest.mark.parametrize(("step", "which"), [(3, "third"), (4, "fourth"), (5, "5th")])
+def test_indices_at_equal_distances_are_named_by_it(step: int, which: str) -> None:
+    own = torch.randn(8, 60, generator=torch.Generator().manual_seed(0))
+    other = own.clone()
+    other[:, 2::step] += noise(other[:, 2::step])
+    assert f"only at every {which} index of dim 1, from 2" in str(hint_of(own, other))
+
+
 def test_a_constant_that_differs_by_a_factor_has_that_as_its_hint() -> None:
     assert "the target's values are 2 times the baseline's" in str(hint_of(torch.ones(4, 8), torch.full((4, 8), 2.0)))
 

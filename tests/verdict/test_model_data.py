@@ -255,4 +255,7 @@ def test_settings_with_each_others_values_are_no_misplaced_weights() -> None:
         "By their statistics, weights are in the wrong place: the target's a is the baseline's b and the target's b is "
         "the baseline's a."
     ]
+    # Of many the first are listed, and counted.
+    many = [of(f"n{place}", "param", place + 1.0, 10.0 - place) for place in range(10)]
+    assert misplaced_weights(to_frame(many), 5.0)[0].endswith("n2 is the baseline's n7 and 7 more.")
     assert misplaced_weights(to_frame([of("lr", "optimizer", 1.0, 2.0), of("eps", "optimizer", 2.0, 1.0)]), 5.0) == []

@@ -151,6 +151,22 @@ def test_a_sum_that_was_not_reduced_is_found_where_it_is_added_to_a_copy() -> No
     assert relations(check(*ranks))["sum"] == "own data"
 
 
+def test_a_copy_on_some_of_the_ranks_is_compared_among_these() -> None:
+    shown = [[sketch("x", NUMBERS[place])] for place in (0, 0, 1)]
+    found = only(check(*shown, declared=lambda name: Replicas("on a mesh", ((0, 1), (2,)))))
+    assert (found.relation, found.ranks) == ("agrees", ())
+    shown[1] = [sketch("x", NUMBERS[0] + 0.1)]
+    assert only(check(*shown, declared=lambda name: Replicas("on a mesh", ((0, 1), (2,))))).ranks == (1,)
+
+
+def test_parts_that_are_near_by_chance_name_no_rank() -> None:
+    """Parts of a sequence, which share a large bias, beside a whole."""
+    parts = [NUMBERS[0] + 0.05 * NUMBERS[1 + rank] for rank in range(2)]
+    ranks = [[sketch("whole", NUMBERS[5]), sketch("part", part, shape=(2, 8))] for part in parts]
+    part = check(*ranks).taps[1]
+    assert (part.relation, part.apart, part.ranks) == ("own data", 0.0, ())
+
+
 def test_values_that_ranks_compute_from_other_inputs_are_not_judged() -> None:
     ranks = [[sketch("ids", NUMBERS[rank]), sketch("h", NUMBERS[2] + 0.05 * NUMBERS[3 + rank])] for rank in range(2)]
     checked = check(*ranks)
