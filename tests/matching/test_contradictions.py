@@ -96,8 +96,10 @@ def test_a_list_that_alternates_between_two_kinds_is_not_odd_in_one_of_them() ->
     first_again = pair("h.0.first.1", "l.0.convs.2")
     taken = pair("h.0.second.0", "l.3.other")
     assert taps([*second, *first, first_again, taken]) == []
-    # In a single layer it is.
-    assert taps([*second, first[0], taken]) == ["l.0.convs.0"]
+    assert taps([*second, first[0], taken]) == []
+    # In a list of one kind it is.
+    alike = [pair(f"h.{n}.second.{m}", f"l.{n}.convs.{m}") for n in range(4) for m in range(2) if n + m]
+    assert taps([*alike, first[0], taken]) == ["l.0.convs.0"]
 
 
 def test_a_layout_that_one_of_a_list_has_in_all_layers_is_odd() -> None:
