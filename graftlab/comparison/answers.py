@@ -47,6 +47,8 @@ class Comparison(Verdict):
     """
     equal_weights: frozenset[str] = frozenset()
     """The weights that are equal to one rounding before an update."""
+    is_last: bool = False
+    """Whether rounding moves the weights so far apart in this update that nothing after it can be judged."""
 
     @property
     def text(self) -> str:

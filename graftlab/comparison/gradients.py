@@ -45,7 +45,7 @@ class GradientFindings:
     is none. ``unseen`` has sentences on what was not compared. ``losses`` is a sentence on losses that differ although
     their gradients agree, ``rounding`` one on gradients whose difference 16 bits may explain. ``parts`` is 0, or the
     number of ranks that have only their parts of some gradients, which the target's step may still add up; 1 if it may
-    average them.
+    average them. ``small`` are the weights whose gradients may be rounding noise, so that they were not compared.
     """
 
     sentences: tuple[str, ...] = ()
@@ -55,6 +55,7 @@ class GradientFindings:
     losses: str = ""
     parts: int = 0
     rounding: str = ""
+    small: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def judge_gradients(
     losses = "" if sentences and not parts else _differing_losses(baseline, target, paired)
     if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
         unseen.append("the losses, because on some ranks the backward passes do not begin from a single number.")
-    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts, rounding)
+    return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts, rounding, tuple(small))
 
 
 def _may_be_rounding(over: Sequence[_GradientPair], lines: Sequence[_GradientPair], known: Mapping[str, float]) -> bool:

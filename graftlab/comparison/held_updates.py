@@ -83,7 +83,7 @@ def judge_held_updates(
     conclusion = ReasonedAnswer(answer_of(step.verdict.findings, not moved, True))
     if not (has_closure or has_gradients):
         conclusion.doubt("No gradient was compared: those of the two sides have no names and shapes in common.")
-    conclusion.doubt(step.small)
+    conclusion.doubt(step.hidden or step.small)
     conclusion.doubt(gradients.rounding, gradients.losses)
     if not moved and (parted or gradients.sentences or step.tried or settings):
         conclusion.answer = "differ"
@@ -115,6 +115,7 @@ def judge_held_updates(
         ),
         left_to_next_update=elsewhere if may_follow else (),
         equal_weights=_equal_weights(rows),
+        is_last=step.hidden is not None,
     )
 
 
@@ -123,13 +124,15 @@ class _Step:
     """A step that was judged: ``taken`` are the rows of its equal inputs.
 
     ``from_parts`` means that each of the target's ranks had its own part of the gradients. ``small`` is a sentence on
-    a difference that is small beside the update, and ``tried`` one on parts from which the target computes another.
+    a difference that is small beside the update, ``hidden`` one on a difference that rounding explains, and ``tried``
+    one on parts from which the target computes another.
     """
 
     verdict: Verdict
     taken: pd.DataFrame
     from_parts: bool = False
     small: str | None = None
+    hidden: str | None = None
     tried: tuple[str, ...] = ()
 
 
@@ -143,19 +146,23 @@ def _judge_step(
     """Judge both sides' steps from equal inputs; if the target's may add up its ranks' gradients, from these parts."""
     session = repeats.session
     may_add = bool(gradients.parts) and repeats.in_place
-    of_parts = _update_from_parts(session, gradients.named, choice.threshold) if may_add else None
+    from_parts = _update_from_parts(session, gradients, choice.threshold) if may_add else None
     taken = take_equal_inputs(session)
-    if of_parts is None:
+    if from_parts is None:
         # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
         verdict = repeats.verdict(choice, explain=False)
         # The step may reduce them, and make a mistake in that.
         tried = "From its ranks' own gradients the target's step does not compute the baseline's update."
         return _Step(verdict, taken, tried=(tried,) if may_add else ())
     # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
-    own = {row.get("target_name") or row["name"] for row in rows if row["name"] in gradients.named}
+    in_parts = {*gradients.named, *gradients.small}
+    own = {row.get("target_name") or row["name"] for row in rows if row["name"] in in_parts}
     session.run(None, partial(divide_gradients, gradients.parts, own))
+    frame, hidden = from_parts
     small = _small_difference(session, gradients.parts)
-    return _Step(Verdict(Findings(of_parts, choice.threshold, ranks), 1), taken, from_parts=True, small=small)
+    return _Step(
+        Verdict(Findings(frame, choice.threshold, ranks), 1), taken, from_parts=True, small=small, hidden=hidden
+    )
 
 
 def _on_step(
@@ -215,8 +222,11 @@ def _is_like_weight(update: UpdateDescription, name: str, key: str) -> bool:
     return name in update.gradients and update.states[name][key] == update.gradients[name].shape
 
 
-def _update_from_parts(session: Session, names: Sequence[str], threshold: float) -> pd.DataFrame | None:
-    """The weights after an update from the ranks' own parts of the gradients, in the form of a verdict's frame.
+def _update_from_parts(
+    session: Session, gradients: GradientFindings, threshold: float
+) -> tuple[pd.DataFrame, str | None] | None:
+    """The weights after an update from the ranks' own parts of the gradients, in the form of a verdict's frame, and a
+    sentence if rounding may hide a mistake.
 
     None if some of these weights were not compared, or if most differ, and on the ranks too: then the target's step
     does not add up the parts.
@@ -227,22 +237,39 @@ def _update_from_parts(session: Session, names: Sequence[str], threshold: float)
     sizes = {_place(row): row["rel_l2"] or 0.0 for row in records(moved)}
     rows = records(after)
     compared = {row["name"] for row in rows}
-    differing = {
-        row["name"]
+    beyond = [
+        row
         for row in rows
         if row["nonfinite_differ"] or not (row["rel_l2"] or 0.0) <= _OF_UPDATE * sizes.get(_place(row), 0.0)
-    }
-    if not {*names} <= compared or (2 * len(differing) >= len(compared) and not _are_equal_on_ranks(rows)):
+    ]
+    # An update may be as small as one rounding of its weight, and Adam makes noise as large as any gradient.
+    rounded = [
+        row
+        for row in beyond
+        if row["name"] in gradients.small or (coarser_dtype(row) in _NARROW and _is_rounding(row, 1))
+    ]
+    differing = {row["name"] for row in beyond} - {row["name"] for row in rounded}
+    if not {*gradients.named} <= compared or (2 * len(differing) >= len(compared) and not _are_equal_on_ranks(rows)):
         return None
     frame = added_frame(after, {}, constant=assumed_floor(after["dtype"].dropna())[0])
     is_named = frame["name"].isin(differing)
     # A verdict names what is above the threshold, and here that is a part of the update, not of the weight.
     floor = frame["name"].map({row["name"]: _OF_UPDATE * sizes.get(_place(row), 0.0) / threshold for row in rows})
-    ratio = (frame["added"] / floor).where(is_named, 0.0)
-    return frame.assign(
+    ratio = (frame["added"] / floor).fillna(0.0)
+    ratio = ratio.where(is_named, ratio.clip(upper=threshold))
+    found = frame.assign(
         label=is_named.map({True: "culprit", False: "clean"}),
         floor=floor,
         ratio=ratio.mask(is_named & ~(ratio > threshold), math.inf),
+    )
+    if not rounded:
+        return found, None
+    names = [*dict.fromkeys(row["name"] for row in rounded)]
+    most = max(row["rel_l2"] or 0.0 for row in rounded)
+    return found, (
+        f"After the update {first_of(names, 4)} {'differs' if len(names) == 1 else 'differ'} by more than "
+        f"{_OF_UPDATE:.0%} of it (rel_l2 {most:.2g}). That update, or its gradients, is little more than rounding, "
+        "which may hide a mistake. Compare both sides in float32 to find out."
     )
 
 

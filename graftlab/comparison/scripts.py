@@ -580,11 +580,13 @@ class _HeldInTurn:
         return replace(compared, remarks=every, answer=answer or compared.answer, how=how, starts=starts)
 
     def _may_follow(self, held: HeldUnits, compared: Comparison) -> bool:
-        """Whether a call or update that proves nothing may be followed by others: not if it cannot be repeated."""
+        """Whether a call or update that proves nothing may be followed by others: not if it cannot be repeated, or is
+        the last that can be judged.
+        """
         kinds = (CallDescription, UpdateDescription)
         ours, theirs = ([each for each in side if isinstance(each, kinds)] for side in (held.baseline, held.target))
         repeats = self._started is not None or why_not_held(ours, theirs) is None
-        return repeats and why_not_repeated(compared) is None
+        return repeats and why_not_repeated(compared) is None and not compared.is_last
 
     def _agreed(self, calls: int | None = None, updates: int | None = None) -> str:
         """A sentence on what agrees among the first calls and updates, and on the calls that prove nothing."""

@@ -305,6 +305,7 @@ def test_an_update_knows_how_far_each_weights_gradient_was_apart_in_calls(
 def test_a_call_that_proves_nothing_is_followed_unless_it_cannot_be_repeated(turns: Any) -> None:
     unclear = compared("inconclusive")
     assert turns._may_follow(held(), unclear)
+    assert not turns._may_follow(held(), replace(unclear, is_last=True))
     cannot = held(call(fails_when_repeated="KeyError"))
     assert not turns._may_follow(cannot, unclear)
     turns._started = Started()

@@ -208,6 +208,39 @@ def test_a_step_that_adds_up_gradients_is_tried_with_equal_sums_too(
     assert compared.remarks[0].startswith(told) is (answer == "inconclusive")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "apart", "small", "answer"),
+    [
+        # One rounding of the weight, which is large beside its update.
+        ("bfloat16", 3e-3, (), "inconclusive"),
+        ("bfloat16", 5e-3, (), "differ"),
+        ("bfloat16", 1e-5, (), "agree"),
+        # Adam's update from a gradient that is noise is as large as any.
+        ("bfloat16", 5e-3, ("v",), "inconclusive"),
+        ("float32", 5e-3, ("v",), "inconclusive"),
+        ("float32", 3e-3, (), "differ"),
+    ],
+)
+def test_rounding_beside_a_small_update_from_parts_is_neither_cleared_nor_blamed(
+    dtype: str, apart: float, small: tuple[str, ...], answer: str, made: Any
+) -> None:
+    made.gradients = GradientFindings(sentences=("A reduction is missing.",), named=("w",), parts=2, small=small)
+    made.given = rows(("w", "param", 0.0), ("w", "param_grad", 0.0), ("v", "param_grad", 0.0))
+    made.after = rows(("w", "param", 0.0), ("v", "param", apart), ("u", "param", 0.0), dtype=dtype)
+    made.moved = rows(*((name, "param", 1e-2) for name in "wvu"), dtype=dtype)
+    made.of_sums = rows(("w", "param", 0.0), dtype=dtype)
+    compared = judged(made)
+    assert (compared.answer, compared.is_last) == (answer, answer == "inconclusive")
+    assert compared.remarks[0].startswith("After the update v differs by more") is (answer == "inconclusive")
+    assert compared.named == (["v@param"] if answer == "differ" else [])
+    # What the step adds up must be its parts, also where they are noise.
+    divided = [each[1].args for each in made.done if isinstance(each, tuple) and each[0] is None]
+    assert divided == [(2, {"w", *small})]
+    if answer == "agree":
+        # It is a tenth of the 1 % that is allowed, which is five times the floor.
+        assert compared.findings.frame["ratio"].max() == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("other_mean", [0.25, 0.5])
 def test_a_step_after_which_all_ranks_have_equal_weights_reduces_gradients(other_mean: float, made: Any) -> None:
     sentences = ("A reduction is missing.", "The baseline multiplies its gradients by 0.5.")
