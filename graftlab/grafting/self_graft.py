@@ -25,7 +25,7 @@ from graftlab.diffs.results import compare_named, named_tensors, value_in_words
 from graftlab.diffs.rounding import assumed_floor, is_quantised, quantised_roundoff, roundoff
 from graftlab.grafting.decisions import given_tags, recompute_status
 from graftlab.grafting.in_float64 import as_it_is, in_float64
-from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.overwrite import overwritten
 from graftlab.grafting.spilled import SpilledTensor, SpillFile
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.taps.calls import TapHandler, ambient
@@ -324,12 +324,7 @@ class CountingHandler:
         self._reached[which] = occurrence + 1
         place = (which.name, which.tags, which.recompute_status, occurrence)
         received = self.take(place, given, own)
-        if received is None:
-            return value
-        if replace and not hasattr(shown, "to_local"):
-            return replacement_for(shown, received)
-        result, _ = overwrite(own, received)
-        return result if result is not own and own is value else value
+        return value if received is None else overwritten(value, shown, own, received, replace=replace)
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor to overwrite the tap with, or None."""
