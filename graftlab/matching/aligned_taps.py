@@ -15,6 +15,7 @@ from graftlab.base.tap_groups import is_output, kind_of
 from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rearrange, Step
+from graftlab.layouts.row_alignment import inverted
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -92,11 +93,9 @@ class AlignedTaps:
         of = tuple(tap.shape[dim] for dim in place)
         rows = order.index[known] if side == "baseline" else np.flatnonzero(known)
         into = order.into if everything else (int(known.sum()),)
-        inverse = np.full(math.prod(of), -1, np.int64)
-        inverse[rows] = np.arange(len(rows))
         moved, restored = _moved(len(tap.shape), place)
         there = (*moved, Gather.of_rows(of, rows.tolist(), into))
-        back = (Gather.of_rows(into, inverse.tolist(), of), *restored)
+        back = (Gather.of_rows(into, inverted(rows, math.prod(of)).tolist(), of), *restored)
         return _Source(tap.name, there, back), Layout(there).local(value)
 
     # ---- back to the real taps --------------------------------------------------------------------------------------
