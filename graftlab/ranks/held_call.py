@@ -54,13 +54,12 @@ UnitKind = Literal["call", "update"]
 
 @dataclass(frozen=True)
 class WatchChoice:
-    """Which parts of a held model are tapped: the arguments of the same names of :func:`graftlab.watch`."""
+    """Which parts of a held model are tapped, beside its inputs: the arguments of :func:`graftlab.watch`."""
 
     include: str | None = None
     functions: tuple[str, ...] = ()
     inside: str | None = None
     params: bool = True
-    inputs: bool = True
 
 
 _MOST_NUMBERS = 64 << 20
@@ -545,7 +544,7 @@ class HeldCall:
                 functions=chosen.functions,
                 inside=chosen.inside,
                 params=chosen.params,
-                inputs=chosen.inputs,
+                inputs=True,
                 grads=self._has_backward,
             )
             for prefix, model in self._models.items()

@@ -259,7 +259,6 @@ class Doubled(nn.Module):
     [
         (WatchChoice(), {"0", "1", "input.input", "output"}),
         (WatchChoice(include="name == '1'"), {"1", "input.input"}),
-        (WatchChoice(inputs=False), {"0", "1", "output"}),
         (WatchChoice(functions=("relu",)), {"0", "1", "input.input", "output", "relu.out"}),
         (WatchChoice(inside="1"), {"0", "1", "input.input", "output", "1.twice"}),
     ],
