@@ -38,13 +38,11 @@ TOLERANCE = 1e-5
 class LostOnBothSides:
     """The lost operations of both sides, the most telling first.
 
-    ``operations`` are the numbers of operations compared on each side. ``remedies`` are changes of the target's run
-    that may show one line to be at fault.
+    ``remedies`` are changes of the target's run that may show one line to be at fault.
     """
 
     baseline: list[LostOperation]
     target: list[LostOperation]
-    operations: tuple[int, int]
     remedies: list[Remedy] = field(default_factory=list)
 
 
@@ -74,7 +72,7 @@ def first_lost(
         ours_elsewhere,
     )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
-        return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
+        return LostOnBothSides([], [missing])
     # Where the results differ only in their order, look for operations that differ in order too.
     results = _result(target[rank]), _result(baseline[ours])
     alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
@@ -97,7 +95,6 @@ def first_lost(
     return LostOnBothSides(
         on_baseline.at_fault(own, level, writes[0]),
         on_target.at_fault(others, level, writes[1]),
-        (len(baseline[ours].operations), len(target[rank].operations)),
         remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
 
