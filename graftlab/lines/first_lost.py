@@ -308,25 +308,31 @@ class _Side:
             ancestors = self._ancestors(each)
             for root in alone:
                 if root.index in genuine and root.index in ancestors:
-                    found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
+                    found.setdefault(root.index, LostOperation(root, has_equal_inputs=self._has_equal_inputs(root)))
                     for reader in self._first_readers(root, lost):
-                        found.setdefault(reader.index, LostOperation(reader, False, False, state=self._state(reader)))
+                        found.setdefault(reader.index, LostOperation(reader, state=self._state(reader)))
             this = LostOperation(
-                each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
+                each,
+                has_equal_inputs=self._has_equal_inputs(each),
+                follows_inputs=True,
+                state=self._state(each),
+                is_summand=self._is_summand(each),
             )
             if each.name.endswith("_") and each.inputs:
                 # What takes a part of a value for it only tells where it writes.
                 found[each.index] = this
             for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
-                found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
+                found.setdefault(
+                    suspect.index, LostOperation(suspect, follows_inputs=follows[suspect.index], is_suspect=True)
+                )
             found[each.index] = this
         for each in alone:
             for suspect in self._suspects(each):
-                found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
-            found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
+                found.setdefault(suspect.index, LostOperation(suspect, is_suspect=True))
+            found.setdefault(each.index, LostOperation(each, has_equal_inputs=self._has_equal_inputs(each)))
         for each in tap_dependent:
             # If the other side uses a single operation for all of them, the fault may be in any.
-            found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
+            found.setdefault(each.index, LostOperation(each, follows_inputs=True, is_later=True))
         return list(found.values())
 
     def _first_readers(self, operation: TracedOperation, lost: Sequence[TracedOperation]) -> list[TracedOperation]:
@@ -480,7 +486,7 @@ class _Side:
                         rest = size
                     else:
                         taken.add(made, index in rescued)
-                taken.add(max(rest - taken.all, 0), False)
+                taken.all = max(rest, taken.all)
                 own |= taken.are_most
                 parts.add(size, own)
                 wholes += [own] if number in used else []

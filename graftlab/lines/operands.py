@@ -23,7 +23,9 @@ def with_choices(
     for each in lost:
         if not (each.is_suspect or each.is_later):
             for choice in _choices(each, others, trace, other):
-                found.setdefault(choice.index, LostOperation(choice, False, each.follows_inputs, is_suspect=True))
+                found.setdefault(
+                    choice.index, LostOperation(choice, follows_inputs=each.follows_inputs, is_suspect=True)
+                )
         found[each.operation.index] = each
     return list(found.values())
 
