@@ -10,10 +10,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import (
     ANY_ORDER,
     COUNTS,
@@ -26,7 +27,7 @@ from graftlab.lines.fingerprints import (
 )
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, plain_shape, reads_shape_alone, with_constants, with_partners
+from graftlab.lines.partners import ComparedSide, plain_shape, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
@@ -233,7 +234,6 @@ class _Side:
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _arrangements: dict[int, set[int]] = field(default_factory=dict)
     _lost_at: dict[int, list[TracedOperation]] = field(default_factory=dict)
-    _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
         """How well a value matches one of the other side: a whole value, or this rank's part of one."""
@@ -257,10 +257,15 @@ class _Side:
 
     def _parts(self, number: int) -> list[Fingerprint]:
         """This value on every rank, this rank's first; empty where the ranks' operations differ."""
-        if self._of_all_ranks is None:
-            mine = [self.ranks[self.rank], *(each for n, each in enumerate(self.ranks) if n != self.rank)]
-            self._of_all_ranks = _shards(mine)
         return self._of_all_ranks.get(number, [])
+
+    @cached_property
+    def _of_all_ranks(self) -> dict[int, list[Fingerprint]]:
+        return _shards([self.trace, *(each for n, each in enumerate(self.ranks) if n != self.rank)])
+
+    @cached_property
+    def _flow(self) -> Dataflow:
+        return Dataflow(self.trace)
 
     @property
     def compared(self) -> ComparedSide:
@@ -292,20 +297,20 @@ class _Side:
         # Operations that only arrange numbers that the other side has are lost because their readers are.
         arranges_known = self._arranging_known(level)
         lost = [each for each in everything if each.index not in arranges_known] or everything
-        follows = self._follows_inputs
+        follows = self._flow.follows_inputs
         tap_dependent = [each for each in lost if follows[each.index]]
         genuine = {
             each.index
             for each in lost
             if not follows[each.index] and (self._computes_from_known(each, level) or self._overwrites(each))
         }
-        first = self._without_ancestors(tap_dependent, {each.index for each in tap_dependent})
-        alone = self._without_ancestors(
+        first = self._flow.without_ancestors(tap_dependent, {each.index for each in tap_dependent})
+        alone = self._flow.without_ancestors(
             [each for each in lost if not follows[each.index]], {each.index for each in lost}
         )
         found: dict[int, LostOperation] = {}
         for each in first:
-            ancestors = self._ancestors(each)
+            ancestors = self._flow.ancestors(each)
             for root in alone:
                 if root.index in genuine and root.index in ancestors:
                     found.setdefault(root.index, LostOperation(root, has_equal_inputs=self._has_equal_inputs(root)))
@@ -400,7 +405,7 @@ class _Side:
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
         """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
-        sources, by_index = self._sources, self._by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
@@ -419,7 +424,7 @@ class _Side:
         """Whether the ranks' results of this operation differ, and a later collective reduces them."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
         later = (each for each in self.trace.operations if each.is_collective and "reduce" in each.name)
-        return bool(parts) and _differ(parts) and any(operation.index in self._ancestors(each) for each in later)
+        return bool(parts) and _differ(parts) and any(operation.index in self._flow.ancestors(each) for each in later)
 
     def _arranging_known(self, level: int) -> set[int]:
         """The operations that only arrange values that the other side has, directly or through others that do so."""
@@ -428,7 +433,7 @@ class _Side:
             # In execution order: a cache that many operations wrote to has all of them as its sources.
             for each in self.trace.operations:
                 if each.only_arranges and all(
-                    self.level(number) >= level or any(index in found for index in self._sources[number])
+                    self.level(number) >= level or any(index in found for index in self._flow.sources[number])
                     for number in each.inputs
                 ):
                     found.add(each.index)
@@ -438,10 +443,10 @@ class _Side:
         self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
     ) -> list[TracedOperation]:
         """The lost operations that prepare this one's inputs and leave out a part of values that the other side has."""
-        arranges_known, sources = self._arranging_known(level), self._sources
+        arranges_known = self._arranging_known(level)
         by_index = {each.index: each for each in lost if each.index in arranges_known}
         found: dict[int, TracedOperation] = {}
-        left = [index for number in operation.inputs for index in sources[number]]
+        left = [*self._flow.makers(operation)]
         while left:
             each = by_index.get(left.pop())
             if each is None or each.index in found:
@@ -449,14 +454,14 @@ class _Side:
             sizes = [math.prod(self.trace.values[number].shape) for number in (*each.inputs[:1], *each.outputs[:1])]
             if len(sizes) == 2 and sizes[1] < sizes[0]:
                 found[each.index] = each
-            left += [index for number in each.inputs for index in sources[number]]
+            left += self._flow.makers(each)
         return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations for which the other side has neither their results nor any that depend on them."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers, by_index = self._readers_of_values(), self._by_index
+        readers, by_index = self._flow.readers_of_values(), self._flow.by_index
 
         def has(number: int) -> bool:
             return self.says(number) and self.level(number) >= level
@@ -480,7 +485,7 @@ class _Side:
                     wholes += [own] if number in used else []
                     continue
                 for index in readers[each.index, number]:
-                    if (made := self._part_of(by_index[index], number)) is None:
+                    if (made := self._flow.part_of(by_index[index], number)) is None:
                         own |= index in rescued
                         # What reads the whole, and is lost, may read the rest.
                         rest = size
@@ -495,13 +500,6 @@ class _Side:
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
 
-    def _part_of(self, reader: TracedOperation, number: int) -> int | None:
-        """The size of the part of a value that an operation takes; None if it reads the whole."""
-        if not reader.only_arranges or len(reader.outputs) != 1:
-            return None
-        made, read = (math.prod(self.trace.values[each].shape) for each in (reader.outputs[0], number))
-        return made if made < read else None
-
     def _lost_here(self, level: int) -> list[TracedOperation]:
         """The lost operations, without those whose results the other side computed for something else.
 
@@ -512,8 +510,8 @@ class _Side:
         return self._lost_at[level]
 
     def _without_excused(self, lost: list[TracedOperation], level: int) -> list[TracedOperation]:
-        follows, drawn = self._follows_inputs, self._drawn_data()
-        readers = self._readers()
+        follows, drawn = self._flow.follows_inputs, self._flow.drawn_data()
+        readers = self._flow.readers()
         excused: set[int] = set()
         for each in reversed(lost):
             # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,
@@ -527,86 +525,6 @@ class _Side:
         left = [each for each in lost if each.index not in excused]
         return left if any(not each.only_arranges for each in left) else lost
 
-    def _readers(self) -> Mapping[int, list[int]]:
-        """The operations that read each operation's results."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for each in self.trace.operations:
-            for number in each.inputs:
-                for index in self._sources[number]:
-                    found[index].append(each.index)
-        return found
-
-    def _readers_of_values(self) -> Mapping[tuple[int, int], list[int]]:
-        """For each operation and output, the operations that read it and whose results prove something about it.
-
-        A value that several operations wrote to is an output of each.
-        """
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
-        sources = self._sources
-        outputs = {each.index: each.outputs for each in self.trace.operations}
-        for each in self.trace.operations:
-            if reads_shape_alone(each):
-                continue
-            is_constant = bool(each.outputs) and all(map(self._is_constant, each.outputs))
-            for number in each.inputs:
-                # Even a wrong value gives a constant if multiplied by zero. A constant made of another hides nothing.
-                if is_constant and not self._is_constant(number):
-                    continue
-                for index in sources[number]:
-                    of = number if number in outputs[index] else outputs[index][0] if outputs[index] else number
-                    found[index, of].append(each.index)
-        return found
-
-    def _is_constant(self, number: int) -> bool:
-        own = self.trace.fingerprints.get(number)
-        return own is not None and own.constant and own.numel > 1
-
-    @cached_property
-    def _by_index(self) -> Mapping[int, TracedOperation]:
-        return {each.index: each for each in self.trace.operations}
-
-    @cached_property
-    def _sources(self) -> Mapping[int, tuple[int, ...]]:
-        """The operations that wrote each value, of those before it that no tap separates from it."""
-        return {
-            number: () if value.tap is not None else tuple(index for index in value.sources if index in self._by_index)
-            for number, value in self.trace.values.items()
-        }
-
-    @cached_property
-    def _follows_inputs(self) -> Mapping[int, bool]:
-        """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input."""
-        values = self.trace.values
-        has_taps = any(value.tap is not None for value in values.values())
-
-        def begins(number: int) -> bool:
-            value = values[number]
-            if value.tap is not None:
-                return True
-            return not has_taps and not value.sources and not value.is_parameter
-
-        sources = self._sources
-        found: dict[int, bool] = {}
-        for each in self.trace.operations:
-            found[each.index] = any(
-                begins(number) or any(found.get(index, False) for index in sources[number]) for number in each.inputs
-            )
-        return found
-
-    def _drawn_data(self) -> set[int]:
-        """The operations that draw random numbers into a new tensor, and those that rearrange such numbers.
-
-        Numbers drawn in place, as for the initialisation of a weight, are not data.
-        """
-        sources = self._sources
-        found: set[int] = set()
-        for each in self.trace.operations:
-            draws = each.is_random and not each.inputs and not each.name.endswith("_")
-            arranges = each.only_arranges and each.name not in ("clone", "copy")
-            if draws or (arranges and any(index in found for number in each.inputs for index in sources[number])):
-                found.add(each.index)
-        return found
-
     def _computes_from_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation computes new numbers from values that the other side has."""
         if operation.only_arranges or not any(self.says(number) for number in operation.outputs):
@@ -617,7 +535,7 @@ class _Side:
         """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
         # From torch 2.15 on, the constant of an assignment is a number, no tensor that the operation reads.
         writes = operation.name == "fill_" or (operation.name.endswith("_") and bool(operation.inputs))
-        return writes and all(map(self._is_constant, operation.outputs))
+        return writes and all(map(self._flow.is_constant, operation.outputs))
 
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
         # The state of a random number generator is an input, too.
@@ -635,7 +553,7 @@ class _Side:
         For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
         the one that gave it the shape of the other side's correctly ordered value.
         """
-        sources, by_index = self._sources, self._by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[int, TracedOperation] = {}
         left = [number for number in operation.inputs if self._is_weak(number)]
         seen = set(left)
@@ -656,23 +574,3 @@ class _Side:
 
     def _is_weak(self, number: int) -> bool:
         return self.says(number) and self.level(number) != DIFFERENT and not self._is_equal(number)
-
-    def _without_ancestors(self, chosen: Sequence[TracedOperation], others: set[int]) -> list[TracedOperation]:
-        """The operations that depend on none of ``others``."""
-        depend: set[int] = set()
-        for each in self.trace.operations:
-            sources = (index for number in each.inputs for index in self._sources[number])
-            if any(index in others or index in depend for index in sources):
-                depend.add(each.index)
-        return [each for each in chosen if each.index not in depend]
-
-    def _ancestors(self, operation: TracedOperation) -> set[int]:
-        """The operations from which an operation computes its results."""
-        found: set[int] = set()
-        left = [operation]
-        while left:
-            for number in left.pop().inputs:
-                new = [index for index in self._sources[number] if index not in found]
-                found.update(new)
-                left += [self._by_index[index] for index in new]
-        return found
