@@ -7,10 +7,8 @@ decomposition that arrives at the same values is no difference.
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,11 +23,12 @@ from graftlab.lines.fingerprints import (
     agreement,
     joined,
 )
+from graftlab.lines.known_values import KnownValues, every_value, is_sum, shards_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, plain_shape, with_constants, with_partners
+from graftlab.lines.partners import ComparedSide, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
-from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
+from graftlab.lines.traces import SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
 
 TOLERANCE = 1e-5
@@ -56,19 +55,18 @@ def first_lost(
     """
     ours = rank if len(baseline) == len(target) else 0
     # A step that both sides make as a whole must not be judged by a part of it.
-    theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
+    theirs_by_rank, ours_by_rank = every_value(target), every_value(baseline)
     elsewhere, ours_elsewhere = (
-        _FingerprintIndex([each for trace in side for each in trace.elsewhere], tolerance)
-        for side in (baseline, target)
+        KnownValues([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
     )
     on_target = _Side(
-        target[rank], target, rank, _FingerprintIndex(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
+        target[rank], target, rank, KnownValues(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
     )
     on_baseline = _Side(
         baseline[ours],
         baseline,
         ours,
-        _FingerprintIndex(theirs_by_rank, tolerance),
+        KnownValues(theirs_by_rank, tolerance),
         _result(target[rank]),
         ours_elsewhere,
     )
@@ -110,7 +108,7 @@ def _missing_sum(
         return None
     sources = target[rank].values[target[rank].result].sources
     last = [each for each in target[rank].operations if each.index in sources]
-    if not last or not _is_sum(parts, whole, tolerance):
+    if not last or not is_sum(parts, whole, tolerance):
         return None
     return LostOperation(last[-1], has_equal_inputs=True, follows_inputs=True, lacks_sum=True)
 
@@ -119,87 +117,9 @@ def _result(trace: SliceTrace) -> Fingerprint | None:
     return trace.fingerprints.get(trace.result)
 
 
-def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
-    """All fingerprints of a side, with those of tensors that its ranks hold in shards."""
-    found = [each for trace in traces for each in (*trace.fingerprints.values(), *trace.of_forward)]
-    return [*found, *map(joined, _shards(traces).values())]
-
-
-def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
-    """The fingerprints of one value on all ranks, by its number on the first rank."""
-    if len(traces) < 2:
-        return {}
-    places = [_in_places(each) for each in traces]
-    found = {}
-    for place, number in places[0].items():
-        # A rank may have more operations than those that all ranks have.
-        parts = [trace.fingerprints.get(own.get(place, -1)) for trace, own in zip(traces, places, strict=True)]
-        if all(part is not None for part in parts):
-            found[number] = [part for part in parts if part is not None]
-    return found
-
-
-def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
-    """The number of each value, by the operation that read or wrote it and its position there."""
-    return {
-        (place, which): number
-        for place, each in trace.places.items()
-        for which, number in enumerate((*each.inputs, *each.outputs))
-    }
-
-
-class _FingerprintIndex:
-    """Finds fingerprints among those of the other side."""
-
-    def __init__(self, fingerprints: Iterable[Fingerprint], tolerance: float) -> None:
-        self._tolerance = tolerance
-        by_size: dict[tuple[int, bool], list[Fingerprint]] = defaultdict(list)
-        for each in fingerprints:
-            by_size[each.numel, each.mask].append(each)
-        self._by_size = {size: sorted(found, key=_total) for size, found in by_size.items()}
-
-    def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
-        """Return whether the other side has the sum of these summands of several ranks."""
-        alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
-        return any(_is_sum(parts, each, self._tolerance) for each in alike)
-
-    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, Level]:
-        """Return the best agreement with any tensor but ``without``, and the best with one of the same shape."""
-        found = self._by_size.get((wanted.numel, wanted.mask), [])
-        rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
-        # For a given norm, the sum of magnitudes is largest if all are equal.
-        reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
-        begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
-        best: Level = DIFFERENT
-        shaped: Level = DIFFERENT
-        for each in found[begin:]:
-            if (_total(each) > _total(wanted) + reach and not wanted.mask) or best == shaped == IN_ORDER:
-                break
-            level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
-            if plain_shape(each) == plain_shape(wanted):
-                shaped = max(shaped, level)
-            best = max(best, level)
-        return best, shaped
-
-
-def _is_sum(parts: Sequence[Fingerprint], whole: Fingerprint, tolerance: float) -> bool:
-    """Whether a tensor is the sum of those of several ranks."""
-    if whole.numel != parts[0].numel or whole.nonfinite or any(each.nonfinite for each in parts):
-        return False
-    limit = 4 * tolerance * sum(each.norm for each in parts)
-    projections = sum(each.projections for each in parts)
-    total = sum(float(each.moments[0]) for each in parts)
-    near = bool((abs(whole.projections - projections) <= limit).all())
-    return near and abs(float(whole.moments[0]) - total) <= limit * math.sqrt(whole.numel)
-
-
 def _differ(parts: Sequence[Fingerprint]) -> bool:
     """Whether the ranks have different tensors."""
     return any(agreement(parts[0], each, TOLERANCE) != IN_ORDER for each in parts[1:])
-
-
-def _total(each: Fingerprint) -> float:
-    return float(each.moments[1])
 
 
 @dataclass
@@ -226,10 +146,10 @@ class _Side:
     trace: SliceTrace
     ranks: Sequence[SliceTrace]
     rank: int
-    known: _FingerprintIndex
+    known: KnownValues
     other_result: Fingerprint | None
     """The other side's value of the tap, which differs from this side's."""
-    elsewhere: _FingerprintIndex
+    elsewhere: KnownValues
     """Values that the other side computed before the tap, but not for it."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _arrangements: dict[int, set[int]] = field(default_factory=dict)
@@ -261,7 +181,7 @@ class _Side:
 
     @cached_property
     def _of_all_ranks(self) -> dict[int, list[Fingerprint]]:
-        return _shards([self.trace, *(each for n, each in enumerate(self.ranks) if n != self.rank)])
+        return shards_of([self.trace, *(each for n, each in enumerate(self.ranks) if n != self.rank)])
 
     @cached_property
     def _flow(self) -> Dataflow:
