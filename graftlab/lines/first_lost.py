@@ -73,8 +73,8 @@ def first_lost(
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
         return LostOnBothSides([], [missing])
     # Where the results differ only in their order, look for operations that differ in order too.
-    results = _result(target[rank]), _result(baseline[ours])
-    alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
+    one, other = _result(target[rank]), _result(baseline[ours])
+    alike = DIFFERENT if one is None or other is None else agreement(one, other, tolerance)
     level = min(alike + 1, IN_ORDER)
     lost_there, lost_here = (side.first_lost(level) for side in (on_target, on_baseline))
     lost_there, lost_here = (

@@ -134,14 +134,11 @@ class AlignedTaps:
         pairs, rule = self.ruled(proposal.pairs)
         notices = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
-        for side, unmatched in (
-            ("baseline", proposal.unmatched_baseline),
-            ("target", proposal.unmatched_target),
-        ):
+        for side, unmatched in zip(SIDES, (proposal.unmatched_baseline, proposal.unmatched_target), strict=True):
             have = {getattr(pair, side) for pair in pairs}
-            sources = self._sources[side]  # type: ignore[index]
+            sources = self._sources[side]
             real = {(sources[name].name if name in sources else name): why for name, why in unmatched.items()}
-            left[side] = {name: why for name, why in real.items() if name not in have}  # type: ignore[index]
+            left[side] = {name: why for name, why in real.items() if name not in have}
         return replace(
             proposal,
             pairs=tuple(pairs),
