@@ -264,11 +264,6 @@ class OperationRecorder(UntracedMode):
         if len(self.operations) >= MOST_OPERATIONS:
             self.is_cut_short = True
             return func(*args, **given)
-        if not self.fails_silently:
-            begun = self._begin(func, args, given)
-            if begun.index in self.fed:
-                args, given = self._fed_to(begun, args, given)
-            return self._end(begun, func, args, given, func(*args, **given))
         try:
             begun = self._begin(func, args, given)
             if begun.index in self.fed:
@@ -284,6 +279,8 @@ class OperationRecorder(UntracedMode):
             return result
 
     def _fail(self, error: Exception) -> None:
+        if not self.fails_silently:
+            raise error
         self.failure, self.is_open = error, False
 
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _BegunOperation:
