@@ -29,7 +29,8 @@ from graftlab.diffs.results import (
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
-from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
+from graftlab.grafting.self_graft import changed_results
+from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path

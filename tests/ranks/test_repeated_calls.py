@@ -15,7 +15,7 @@ from kit.grafters import become_rank
 from torch import Tensor, nn
 
 from graftlab.diffs.results import NamedTensors
-from graftlab.grafting.self_graft import CallKey, CountingHandler
+from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
     WEIGHT,
