@@ -107,7 +107,7 @@ class SessionServer:
         self._refusals = RefusalLog()
         # The threads that wait for a process's request, each with its connection and its deadline.
         self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
         self._thread.start()
         if tcp_listener is not None:
@@ -150,7 +150,7 @@ class SessionServer:
         if self._closed:
             return
         self._closed = True
-        os.write(self._wake_write, b"x")
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
         if self._tcp_listener is not None:
             self._tcp_listener.close()
@@ -160,8 +160,7 @@ class SessionServer:
         self._rendezvous.close()
         with self._lock:
             self._membership.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._wake)
         self._refusals.close()
 
     # ---- admitting jobs -----------------------------------------------------------------------------------------
@@ -169,10 +168,10 @@ class SessionServer:
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poller.poll(1000 if self._handshakes else None)}
-            if self._wake_read in ready:
+            if self._wake in ready:
                 break
             self._end_handshakes(time.monotonic())
             if ready:
@@ -181,7 +180,7 @@ class SessionServer:
                 except OSError as error:
                     logger.warning("a process cannot connect: %s", error)
                     # Descriptors become free when other connections end.
-                    select.select([self._wake_read], [], [], 1.0)
+                    select.select([self._wake], [], [], 1.0)
                     continue
                 # In parallel, so that a process that connects and is silent delays no other.
                 thread = threading.Thread(
