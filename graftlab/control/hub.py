@@ -72,35 +72,35 @@ class Hub:
         self._sink = sink
         self._added: deque[RankHandle] = deque()
         self._stopping = False
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="graftlab-hub", daemon=True)
         self._thread.start()
 
     def add(self, rank: RankHandle) -> None:
         """Start reading from this rank too; any thread may call this."""
         self._added.append(rank)
-        os.write(self._wake_write, b"+")
+        os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Read what has arrived, and end the thread."""
         if self._thread.is_alive():
             self._stopping = True
-            os.write(self._wake_write, b"x")
+            os.eventfd_write(self._wake, 1)
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        poller, wake_sockets = select.poll(), _WakeSockets(self._wake_read)
+        poller, wake_sockets = select.poll(), _WakeSockets(self._wake)
         for each in self._ranks.values():
             poller.register(each.channel.fileno(), select.POLLIN)
             wake_sockets.add(each.wake_socket)
-        poller.register(self._wake_read, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
         stopping = False
         while not stopping:
             rows = 0
             ready = [descriptor for descriptor, _ in poller.poll()]
-            if self._wake_read in ready:
+            if self._wake in ready:
                 stopping = self._stopping
-                os.read(self._wake_read, 4096)
+                os.eventfd_read(self._wake)
                 while self._added:
                     added = self._added.popleft()
                     self._ranks[added.channel.fileno()] = added
@@ -120,8 +120,7 @@ class Hub:
                     self._call(rank, self._sink.on_gone, rank)
             if rows and not stopping:
                 wake_sockets.wait(_REST if rows < _MANY_ROWS else _SHORT_REST)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._wake)
 
     def _read(self, rank: RankHandle) -> int:
         """Read what this rank has sent; returns the number of rows."""

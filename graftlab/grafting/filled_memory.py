@@ -17,7 +17,8 @@ import torch
 import torch.utils.deterministic
 
 from graftlab.diffs.results import named_tensors
-from graftlab.grafting.self_graft import RepeatComparer, SelfGraftRecorder, changed_results, in_words
+from graftlab.grafting.self_graft import RepeatComparer, changed_results, in_words
+from graftlab.grafting.tap_records import SelfGraftRecorder
 from graftlab.taps.routing import handled_by
 
 

@@ -65,6 +65,19 @@ def overwrite(own: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, 
     return own, None
 
 
+def overwritten(value: Any, shown: Any, own: torch.Tensor, received: torch.Tensor, *, replace: bool) -> Any:
+    """Give a tap the received values; returns what the tap returns.
+
+    ``shown`` is the tap's ``value``, computed if that is a function, and ``own`` its tensor here. ``replace`` is as in
+    :meth:`.Grafter.tap`.
+    """
+    # A DTensor can only be overwritten through its local shard, in place.
+    if replace and not hasattr(shown, "to_local"):
+        return replacement_for(shown, received)
+    result, _ = overwrite(own, received)
+    return result if result is not own and own is value else value
+
+
 _ONLY_RETURNED = (
     "the tensor is expanded or overlaps itself (one number in several places), so only gl.tap's result carries "
     "the graft"

@@ -11,14 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graftlab.base.tags import TagItems
-from graftlab.grafting.self_graft import (
-    CountingHandler,
-    RepeatComparer,
-    SelfGraft,
-    SelfGrafter,
-    SelfGraftRecorder,
-    of_paired_names,
-)
+from graftlab.grafting.self_graft import RepeatComparer, SelfGraft, SelfGrafter, of_paired_names
+from graftlab.grafting.tap_records import CountingHandler, SelfGraftRecorder
 from graftlab.taps.calls import TapHandler, ambient
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]

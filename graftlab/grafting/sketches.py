@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graftlab.base.tags import plain
-from graftlab.grafting.self_graft import CountingHandler
+from graftlab.grafting.tap_records import CountingHandler
 from graftlab.layouts.on_ranks import rank_layout
 from graftlab.layouts.replicas import SKETCH, Replicas, TapSketch, replicas_of
 from graftlab.layouts.sketching import signed_sums

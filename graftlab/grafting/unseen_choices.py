@@ -18,7 +18,7 @@ import torch
 
 from graftlab.diffs.results import is_written, named_tensors
 from graftlab.grafting.in_float64 import tensors_in
-from graftlab.grafting.self_graft import CallKey, CountingHandler
+from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.taps.routing import handled_by
 from graftlab.taps.untraced import UntracedMode
 

@@ -377,8 +377,9 @@ def _kind(source: object) -> object:
 
 def _head_for(source: object, head: Tensor) -> Tensor:
     """The beginning of a buffer that a source with fewer rows fills."""
-    is_shorter = isinstance(source, Tensor) and source.dim() and head.dim() and source.shape[0] < head.shape[0]
-    return head[: source.shape[0]] if is_shorter else head  # type: ignore[attr-defined]
+    if isinstance(source, Tensor) and source.dim() and head.dim() and source.shape[0] < head.shape[0]:
+        return head[: source.shape[0]]
+    return head
 
 
 def _check_source(slot: GraphSlot, source: object, head: Tensor, ctx: FillContext) -> None:
@@ -419,11 +420,11 @@ class ForwardInputBuffers:
     """
 
     __slots__ = ("_registry",)
+    _registry: CudaGraphBufferRegistry
 
     def share_buffers(self) -> None:
         """See :meth:`CudaGraphBufferRegistry.share_buffers`."""
-        registry: CudaGraphBufferRegistry = object.__getattribute__(self, "_registry")
-        registry.share_buffers()
+        self._registry.share_buffers()
 
     def __init__(self, registry: CudaGraphBufferRegistry) -> None:
         object.__setattr__(self, "_registry", registry)
@@ -438,7 +439,7 @@ class ForwardInputBuffers:
         raise AttributeError(f"buffer {name!r} cannot be another tensor: graphs read this one. Write into it")
 
     def __dir__(self) -> list[str]:
-        return self._registry.slot_names()  # type: ignore[union-attr, no-any-return]
+        return self._registry.slot_names()
 
     def __repr__(self) -> str:
         return f"<ForwardInputBuffers {dir(self)}>"

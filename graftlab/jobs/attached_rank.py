@@ -401,17 +401,16 @@ class AttachedRank:
 
     def _await_ends(self) -> bool:
         """Wait at most ``timeout`` seconds for the others to end too, which shows which tensors had no receiver."""
-        read, write = os.pipe()
-        timer = threading.Timer(self._config.timeout, os.write, (write, b"x"))
+        given_up = os.eventfd(0)
+        timer = threading.Timer(self._config.timeout, os.eventfd_write, (given_up, 1))
         timer.daemon = True
         timer.start()
         try:
-            return self._grafter.exchange.settle(read)
+            return self._grafter.exchange.settle(given_up)
         finally:
             timer.cancel()
             timer.join()
-            os.close(read)
-            os.close(write)
+            os.close(given_up)
 
     def _fail(self, error: Exception) -> None:
         """After an error in graftlab itself: stop taking taps, and let the job continue."""

@@ -254,7 +254,7 @@ def _watch_calls(choice: WatchChoice, model: torch.nn.Module) -> Watch:
         include=choice.include,
         functions=choice.functions,
         inside=choice.inside,
-        inputs=choice.inputs,
+        inputs=True,
         grads=True,
     )
 

@@ -61,7 +61,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._closing = self._ended = False
         self._refusals = RefusalLog()
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="graftlab-proxy", daemon=True)
         self._thread.start()
 
@@ -74,7 +74,7 @@ class Proxy:
             self._deliver(pair, bundle)
         with self._lock:
             self._pairs[far] = pair
-        self._wake()
+        self._wake_thread()
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
         """Forward arrived frames, and end every connection; with ``when_done``, once this process closes its ends."""
@@ -82,14 +82,14 @@ class Proxy:
         if when_done and self._pairs:
             self._thread.join(timeout)
         self._closing = True
-        self._wake()
+        self._wake_thread()
         self._thread.join(timeout)
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         with self._lock:
-            # Once the thread has closed the pipe, its number may belong to another file.
+            # Once the thread has closed the descriptor, its number may belong to another file.
             if not self._ended:
-                os.write(self._wake_write, b"x")
+                os.eventfd_write(self._wake, 1)
 
     # ---- on its own thread --------------------------------------------------------------------------------------
 
@@ -107,13 +107,12 @@ class Proxy:
             self._router.close()
             with self._lock:
                 self._ended = True
-                os.close(self._wake_read)
-                os.close(self._wake_write)
+                os.close(self._wake)
 
     def _forward_all(self) -> None:
         poller = select.poll()
         poller.register(self._router.fileno(), select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
         watched: set[int] = set()
         had_pairs = False
         while not self._closing:
@@ -129,8 +128,8 @@ class Proxy:
             if had_pairs and not near and self._on_first_frame is None:
                 break
             ready = {descriptor for descriptor, _ in poller.poll()}
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
             self._forward_from_far()
             for pair in list(self._pairs.values()):
                 if pair.near.fileno() in ready:
@@ -190,7 +189,7 @@ class Proxy:
     def _gather(self) -> None:
         poller = select.poll()
         wakes = [pair.wake for pair in self._pairs.values()]
-        for descriptor in (self._router.fileno(), self._wake_read, *(wake.fileno() for wake in wakes)):
+        for descriptor in (self._router.fileno(), self._wake, *(wake.fileno() for wake in wakes)):
             poller.register(descriptor, select.POLLIN)
         poller.poll(_GATHER)
         for wake in wakes:

@@ -107,7 +107,7 @@ class SessionServer:
         self._refusals = RefusalLog()
         # The threads that wait for a process's request, each with its connection and its deadline.
         self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
-        self._wake_read, self._wake_write = os.pipe()
+        self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
         self._thread.start()
         if tcp_listener is not None:
@@ -150,7 +150,7 @@ class SessionServer:
         if self._closed:
             return
         self._closed = True
-        os.write(self._wake_write, b"x")
+        os.eventfd_write(self._wake, 1)
         self._thread.join()
         if self._tcp_listener is not None:
             self._tcp_listener.close()
@@ -160,8 +160,7 @@ class SessionServer:
         self._rendezvous.close()
         with self._lock:
             self._membership.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._wake)
         self._refusals.close()
 
     # ---- admitting jobs -----------------------------------------------------------------------------------------
@@ -169,10 +168,10 @@ class SessionServer:
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
-        poller.register(self._wake_read, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
         while True:
             ready = {descriptor for descriptor, _ in poller.poll(1000 if self._handshakes else None)}
-            if self._wake_read in ready:
+            if self._wake in ready:
                 break
             self._end_handshakes(time.monotonic())
             if ready:
@@ -181,7 +180,7 @@ class SessionServer:
                 except OSError as error:
                     logger.warning("a process cannot connect: %s", error)
                     # Descriptors become free when other connections end.
-                    select.select([self._wake_read], [], [], 1.0)
+                    select.select([self._wake], [], [], 1.0)
                     continue
                 # In parallel, so that a process that connects and is silent delays no other.
                 thread = threading.Thread(
@@ -284,36 +283,33 @@ class SessionServer:
             if refused := self._refusal(join):
                 far.send(pack_handshake(refused))
                 return None
-            rank, note = self._admit(join, None)
-            rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+            rank, _ = self._admit(join, None)
             far.send(pack_handshake(self._accepted(rank, [])))
             if join.rejoin is not None:
                 self._jobs.plans.send_to(rank)
             return rank.take_ends()
 
     def _refusal(self, join: JoinRequest) -> RequestRefused | None:
-        why, settings, again = self._objection(join)
-        if not why:
-            return None
-        who = f"{join.side}[{join.rank}] (pid {join.pid})"
-        self._refusals.warn(f"{who} may not join{' yet' * again}: {why}")
-        if not again:
-            self._last_refused = f"{join.side}[{join.rank}]", f"{who} was refused: {why}"
-        return RequestRefused(why, settings, again)
+        refused = self._objection(join)
+        if refused is not None:
+            who = f"{join.side}[{join.rank}] (pid {join.pid})"
+            self._refusals.warn(f"{who} may not join{' yet' * refused.again}: {refused.error}")
+            if not refused.again:
+                self._last_refused = f"{join.side}[{join.rank}]", f"{who} was refused: {refused.error}"
+        return refused
 
-    def _objection(self, join: JoinRequest) -> tuple[str, bool, bool]:
-        """Return why this process cannot be that rank, or ``""``; if its settings are at fault; if it may ask again."""
+    def _objection(self, join: JoinRequest) -> RequestRefused | None:
+        """Return why this process cannot be that rank, if it cannot."""
         options = self._session.options
         mine, others = options.baseline, options.target
         if join.side == "target":
             mine, others = others, mine
         if (join.world_size, join.other_world_size) != (mine, others):
             other = other_side(join.side)
-            return (
+            return RequestRefused(
                 f"{join.side}_world_size is {join.world_size} and {other}_world_size {join.other_world_size} in this "
                 f"job; the session has {options.baseline} baseline and {options.target} target ranks",
-                True,
-                False,
+                settings=True,
             )
         rank = self._rank_of(join)
         if rank.place.world_rank in self._membership.occupied:
@@ -321,34 +317,33 @@ class SessionServer:
             # machine has vanished.
             again = self._membership.has_begun and (self._tcp_listener is not None or not _is_running(rank.pid))
             other = other_side(join.side)
-            return (
+            return RequestRefused(
                 f"{rank.label} has joined already, as pid {rank.pid}. Should this job be the {other} (GRAFTLAB_ROLE)? "
                 f"A second pair of jobs needs a separate folder (GRAFTLAB_RUN_DIR)",
-                False,
-                again,
+                settings=False,
+                again=again,
             )
         returns = join.rejoin is not None and join.rejoin.session == self._name
         if join.rejoin is not None and not returns and self._membership.occupied and not self._resumed:
-            return (
+            return RequestRefused(
                 f"{rank.label} is in a run of another session, and this session already has its own run",
-                False,
-                False,
+                settings=False,
             )
         if self._agreed is not None and join.plan is not None:
-            return self._agreed.objection(join.side, from_wire(join.plan)), True, False
-        return "", False, False
+            why = self._agreed.objection(join.side, from_wire(join.plan))
+            return RequestRefused(why, settings=True) if why else None
+        return None
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
-        rank, note = self._admit(join, segment)
-        ends = rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, (note,) if note else ()))
+        rank, ends = self._admit(join, segment)
         send_handshake(connection, self._accepted(rank, ends, local=True))
         send_descriptors(connection, ends)
         rank.close_rank_ends()
         if join.rejoin is not None:
             self._jobs.plans.send_to(rank)
 
-    def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, str]:
-        """Give the process its rank. Also returns a note about it for the status."""
+    def _admit(self, join: JoinRequest, segment: int | None) -> tuple[AttachedRankHandle, list[int]]:
+        """Give the process its rank, and return it with the descriptors of its ends."""
         rank = self._rank_of(join)
         if self._agreed is not None and join.plan is not None:
             plan, newest = self._agreed.enter(join.side, from_wire(join.plan)), self._session.plan
@@ -356,7 +351,7 @@ class SessionServer:
                 self._first_plan = self._session.edit(transform=plan.transform)
         if self._last_refused is not None and self._last_refused[0] == rank.label:
             self._last_refused = None
-        note = ""
+        notes: tuple[str, ...] = ()
         if rank.has_joined:
             # Another process was this rank, and its connection has ended.
             rank.renew()
@@ -369,21 +364,22 @@ class SessionServer:
                 rank.links = "shared memory"
             if segment is not None:
                 rank.adopt_segment(segment)
-            if join.rejoin.session == self._name:
+            returns = join.rejoin.session == self._name
+            if returns:
                 # Only its connection was cut: it has stayed in this session's run.
                 self._jobs.runs.note_return(rank, join.rejoin.run.run)
+            if returns or self._resumed:
                 self._jobs.supersede(from_wire(join.rejoin.plan))
-            elif not self._resumed:
+            else:
                 self._resumed = True
                 # A plan that was published before any job joined was meant for a new job.
                 published = self._session.plan is not self._first_plan
                 self._jobs.resume(join.rejoin.run, from_wire(join.rejoin.plan), published=published)
-            else:
-                self._jobs.supersede(from_wire(join.rejoin.plan))
             if join.rejoin.lost_rows:
                 note = f"at least {join.rejoin.lost_rows:,} rows were made while no session listened, and are lost"
                 logger.warning("%s: %s", rank.label, note)
-        return rank, note
+                notes = (note,)
+        return rank, rank.assign_process(join.pid, DeviceAssignment(join.device, join.backend, notes))
 
     def _accepted(self, rank: AttachedRankHandle, ends: list[int], *, local: bool = False) -> JoinAccepted:
         options, tcp = self._session.options, self._tcp_listener

@@ -82,9 +82,14 @@ class FoundRows:
     @property
     def inverse(self) -> FoundRows:
         """The part's row at each place of the whole."""
-        index = np.full(math.prod(self.of), -1, np.int64)
-        index[self.index[self.index >= 0]] = np.flatnonzero(self.index >= 0)
-        return FoundRows(self.into, self.of, index)
+        return FoundRows(self.into, self.of, inverted(self.index, math.prod(self.of)))
+
+
+def inverted(index: Index, size: int) -> Index:
+    """The place in ``index`` of each number below ``size``; -1 for a number that it lacks."""
+    found = np.full(size, -1, np.int64)
+    found[index[index >= 0]] = np.flatnonzero(index >= 0)
+    return found
 
 
 def rows_between(of: Sequence[ShownRows], into: Sequence[ShownRows]) -> FoundRows:

@@ -7,13 +7,12 @@ decomposition that arrives at the same values is no difference.
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import (
     ANY_ORDER,
     COUNTS,
@@ -24,11 +23,12 @@ from graftlab.lines.fingerprints import (
     agreement,
     joined,
 )
+from graftlab.lines.known_values import KnownValues, every_value, is_sum, shards_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, plain_shape, reads_shape_alone, with_constants, with_partners
+from graftlab.lines.partners import ComparedSide, with_constants, with_partners
 from graftlab.lines.remedies import LostPart, Remedy, remedies
-from graftlab.lines.traces import OperationPlace, SliceTrace, TracedOperation
+from graftlab.lines.traces import SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
 
 TOLERANCE = 1e-5
@@ -38,13 +38,11 @@ TOLERANCE = 1e-5
 class LostOnBothSides:
     """The lost operations of both sides, the most telling first.
 
-    ``operations`` are the numbers of operations compared on each side. ``remedies`` are changes of the target's run
-    that may show one line to be at fault.
+    ``remedies`` are changes of the target's run that may show one line to be at fault.
     """
 
     baseline: list[LostOperation]
     target: list[LostOperation]
-    operations: tuple[int, int]
     remedies: list[Remedy] = field(default_factory=list)
 
 
@@ -57,27 +55,26 @@ def first_lost(
     """
     ours = rank if len(baseline) == len(target) else 0
     # A step that both sides make as a whole must not be judged by a part of it.
-    theirs_by_rank, ours_by_rank = _every_value(target), _every_value(baseline)
+    theirs_by_rank, ours_by_rank = every_value(target), every_value(baseline)
     elsewhere, ours_elsewhere = (
-        _FingerprintIndex([each for trace in side for each in trace.elsewhere], tolerance)
-        for side in (baseline, target)
+        KnownValues([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
     )
     on_target = _Side(
-        target[rank], target, rank, _FingerprintIndex(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
+        target[rank], target, rank, KnownValues(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
     )
     on_baseline = _Side(
         baseline[ours],
         baseline,
         ours,
-        _FingerprintIndex(theirs_by_rank, tolerance),
+        KnownValues(theirs_by_rank, tolerance),
         _result(target[rank]),
         ours_elsewhere,
     )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
-        return LostOnBothSides([], [missing], (len(baseline[ours].operations), len(target[rank].operations)))
+        return LostOnBothSides([], [missing])
     # Where the results differ only in their order, look for operations that differ in order too.
-    results = _result(target[rank]), _result(baseline[ours])
-    alike = DIFFERENT if None in results else agreement(*results, tolerance)  # type: ignore[arg-type]
+    one, other = _result(target[rank]), _result(baseline[ours])
+    alike = DIFFERENT if one is None or other is None else agreement(one, other, tolerance)
     level = min(alike + 1, IN_ORDER)
     lost_there, lost_here = (side.first_lost(level) for side in (on_target, on_baseline))
     lost_there, lost_here = (
@@ -97,7 +94,6 @@ def first_lost(
     return LostOnBothSides(
         on_baseline.at_fault(own, level, writes[0]),
         on_target.at_fault(others, level, writes[1]),
-        (len(baseline[ours].operations), len(target[rank].operations)),
         remedies(on_baseline.part(lost_here, level), on_target.part(lost_there, level), tolerance),
     )
 
@@ -112,7 +108,7 @@ def _missing_sum(
         return None
     sources = target[rank].values[target[rank].result].sources
     last = [each for each in target[rank].operations if each.index in sources]
-    if not last or not _is_sum(parts, whole, tolerance):
+    if not last or not is_sum(parts, whole, tolerance):
         return None
     return LostOperation(last[-1], has_equal_inputs=True, follows_inputs=True, lacks_sum=True)
 
@@ -121,87 +117,9 @@ def _result(trace: SliceTrace) -> Fingerprint | None:
     return trace.fingerprints.get(trace.result)
 
 
-def _every_value(traces: Sequence[SliceTrace]) -> list[Fingerprint]:
-    """All fingerprints of a side, with those of tensors that its ranks hold in shards."""
-    found = [each for trace in traces for each in (*trace.fingerprints.values(), *trace.of_forward)]
-    return [*found, *map(joined, _shards(traces).values())]
-
-
-def _shards(traces: Sequence[SliceTrace]) -> dict[int, list[Fingerprint]]:
-    """The fingerprints of one value on all ranks, by its number on the first rank."""
-    if len(traces) < 2:
-        return {}
-    places = [_in_places(each) for each in traces]
-    found = {}
-    for place, number in places[0].items():
-        # A rank may have more operations than those that all ranks have.
-        parts = [trace.fingerprints.get(own.get(place, -1)) for trace, own in zip(traces, places, strict=True)]
-        if all(part is not None for part in parts):
-            found[number] = [part for part in parts if part is not None]
-    return found
-
-
-def _in_places(trace: SliceTrace) -> dict[tuple[OperationPlace, int], int]:
-    """The number of each value, by the operation that read or wrote it and its position there."""
-    return {
-        (place, which): number
-        for place, each in trace.places.items()
-        for which, number in enumerate((*each.inputs, *each.outputs))
-    }
-
-
-class _FingerprintIndex:
-    """Finds fingerprints among those of the other side."""
-
-    def __init__(self, fingerprints: Iterable[Fingerprint], tolerance: float) -> None:
-        self._tolerance = tolerance
-        by_size: dict[tuple[int, bool], list[Fingerprint]] = defaultdict(list)
-        for each in fingerprints:
-            by_size[each.numel, each.mask].append(each)
-        self._by_size = {size: sorted(found, key=_total) for size, found in by_size.items()}
-
-    def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
-        """Return whether the other side has the sum of these summands of several ranks."""
-        alike = self._by_size.get((parts[0].numel, parts[0].mask), [])
-        return any(_is_sum(parts, each, self._tolerance) for each in alike)
-
-    def find(self, wanted: Fingerprint, without: Fingerprint | None = None) -> tuple[Level, Level]:
-        """Return the best agreement with any tensor but ``without``, and the best with one of the same shape."""
-        found = self._by_size.get((wanted.numel, wanted.mask), [])
-        rms = wanted.norm / math.sqrt(max(wanted.numel, 1))
-        # For a given norm, the sum of magnitudes is largest if all are equal.
-        reach = 2 * self._tolerance * wanted.numel * rms + 1e-30
-        begin = bisect.bisect_left(found, _total(wanted) - reach, key=_total)
-        best: Level = DIFFERENT
-        shaped: Level = DIFFERENT
-        for each in found[begin:]:
-            if (_total(each) > _total(wanted) + reach and not wanted.mask) or best == shaped == IN_ORDER:
-                break
-            level = DIFFERENT if each is without else agreement(wanted, each, self._tolerance)
-            if plain_shape(each) == plain_shape(wanted):
-                shaped = max(shaped, level)
-            best = max(best, level)
-        return best, shaped
-
-
-def _is_sum(parts: Sequence[Fingerprint], whole: Fingerprint, tolerance: float) -> bool:
-    """Whether a tensor is the sum of those of several ranks."""
-    if whole.numel != parts[0].numel or whole.nonfinite or any(each.nonfinite for each in parts):
-        return False
-    limit = 4 * tolerance * sum(each.norm for each in parts)
-    projections = sum(each.projections for each in parts)
-    total = sum(float(each.moments[0]) for each in parts)
-    near = bool((abs(whole.projections - projections) <= limit).all())
-    return near and abs(float(whole.moments[0]) - total) <= limit * math.sqrt(whole.numel)
-
-
 def _differ(parts: Sequence[Fingerprint]) -> bool:
     """Whether the ranks have different tensors."""
     return any(agreement(parts[0], each, TOLERANCE) != IN_ORDER for each in parts[1:])
-
-
-def _total(each: Fingerprint) -> float:
-    return float(each.moments[1])
 
 
 @dataclass
@@ -228,15 +146,14 @@ class _Side:
     trace: SliceTrace
     ranks: Sequence[SliceTrace]
     rank: int
-    known: _FingerprintIndex
+    known: KnownValues
     other_result: Fingerprint | None
     """The other side's value of the tap, which differs from this side's."""
-    elsewhere: _FingerprintIndex
+    elsewhere: KnownValues
     """Values that the other side computed before the tap, but not for it."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _arrangements: dict[int, set[int]] = field(default_factory=dict)
     _lost_at: dict[int, list[TracedOperation]] = field(default_factory=dict)
-    _of_all_ranks: dict[int, list[Fingerprint]] | None = None
 
     def level(self, number: int) -> Level:
         """How well a value matches one of the other side: a whole value, or this rank's part of one."""
@@ -260,10 +177,15 @@ class _Side:
 
     def _parts(self, number: int) -> list[Fingerprint]:
         """This value on every rank, this rank's first; empty where the ranks' operations differ."""
-        if self._of_all_ranks is None:
-            mine = [self.ranks[self.rank], *(each for n, each in enumerate(self.ranks) if n != self.rank)]
-            self._of_all_ranks = _shards(mine)
         return self._of_all_ranks.get(number, [])
+
+    @cached_property
+    def _of_all_ranks(self) -> dict[int, list[Fingerprint]]:
+        return shards_of([self.trace, *(each for n, each in enumerate(self.ranks) if n != self.rank)])
+
+    @cached_property
+    def _flow(self) -> Dataflow:
+        return Dataflow(self.trace)
 
     @property
     def compared(self) -> ComparedSide:
@@ -295,41 +217,47 @@ class _Side:
         # Operations that only arrange numbers that the other side has are lost because their readers are.
         arranges_known = self._arranging_known(level)
         lost = [each for each in everything if each.index not in arranges_known] or everything
-        follows = self._follows_inputs
+        follows = self._flow.follows_inputs
         tap_dependent = [each for each in lost if follows[each.index]]
         genuine = {
             each.index
             for each in lost
             if not follows[each.index] and (self._computes_from_known(each, level) or self._overwrites(each))
         }
-        first = self._without_ancestors(tap_dependent, {each.index for each in tap_dependent})
-        alone = self._without_ancestors(
+        first = self._flow.without_ancestors(tap_dependent, {each.index for each in tap_dependent})
+        alone = self._flow.without_ancestors(
             [each for each in lost if not follows[each.index]], {each.index for each in lost}
         )
         found: dict[int, LostOperation] = {}
         for each in first:
-            ancestors = self._ancestors(each)
+            ancestors = self._flow.ancestors(each)
             for root in alone:
                 if root.index in genuine and root.index in ancestors:
-                    found.setdefault(root.index, LostOperation(root, self._has_equal_inputs(root), False))
+                    found.setdefault(root.index, LostOperation(root, has_equal_inputs=self._has_equal_inputs(root)))
                     for reader in self._first_readers(root, lost):
-                        found.setdefault(reader.index, LostOperation(reader, False, False, state=self._state(reader)))
+                        found.setdefault(reader.index, LostOperation(reader, state=self._state(reader)))
             this = LostOperation(
-                each, self._has_equal_inputs(each), True, state=self._state(each), is_summand=self._is_summand(each)
+                each,
+                has_equal_inputs=self._has_equal_inputs(each),
+                follows_inputs=True,
+                state=self._state(each),
+                is_summand=self._is_summand(each),
             )
             if each.name.endswith("_") and each.inputs:
                 # What takes a part of a value for it only tells where it writes.
                 found[each.index] = this
             for suspect in (*self._omitting(each, everything, level), *self._suspects(each)):
-                found.setdefault(suspect.index, LostOperation(suspect, False, follows[suspect.index], is_suspect=True))
+                found.setdefault(
+                    suspect.index, LostOperation(suspect, follows_inputs=follows[suspect.index], is_suspect=True)
+                )
             found[each.index] = this
         for each in alone:
             for suspect in self._suspects(each):
-                found.setdefault(suspect.index, LostOperation(suspect, False, False, is_suspect=True))
-            found.setdefault(each.index, LostOperation(each, self._has_equal_inputs(each), False))
+                found.setdefault(suspect.index, LostOperation(suspect, is_suspect=True))
+            found.setdefault(each.index, LostOperation(each, has_equal_inputs=self._has_equal_inputs(each)))
         for each in tap_dependent:
             # If the other side uses a single operation for all of them, the fault may be in any.
-            found.setdefault(each.index, LostOperation(each, False, True, is_later=True))
+            found.setdefault(each.index, LostOperation(each, follows_inputs=True, is_later=True))
         return list(found.values())
 
     def _first_readers(self, operation: TracedOperation, lost: Sequence[TracedOperation]) -> list[TracedOperation]:
@@ -397,7 +325,7 @@ class _Side:
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
         """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
-        sources, by_index = self._sources, self._by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
@@ -416,7 +344,7 @@ class _Side:
         """Whether the ranks' results of this operation differ, and a later collective reduces them."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
         later = (each for each in self.trace.operations if each.is_collective and "reduce" in each.name)
-        return bool(parts) and _differ(parts) and any(operation.index in self._ancestors(each) for each in later)
+        return bool(parts) and _differ(parts) and any(operation.index in self._flow.ancestors(each) for each in later)
 
     def _arranging_known(self, level: int) -> set[int]:
         """The operations that only arrange values that the other side has, directly or through others that do so."""
@@ -425,7 +353,7 @@ class _Side:
             # In execution order: a cache that many operations wrote to has all of them as its sources.
             for each in self.trace.operations:
                 if each.only_arranges and all(
-                    self.level(number) >= level or any(index in found for index in self._sources[number])
+                    self.level(number) >= level or any(index in found for index in self._flow.sources[number])
                     for number in each.inputs
                 ):
                     found.add(each.index)
@@ -435,10 +363,10 @@ class _Side:
         self, operation: TracedOperation, lost: Sequence[TracedOperation], level: int
     ) -> list[TracedOperation]:
         """The lost operations that prepare this one's inputs and leave out a part of values that the other side has."""
-        arranges_known, sources = self._arranging_known(level), self._sources
+        arranges_known = self._arranging_known(level)
         by_index = {each.index: each for each in lost if each.index in arranges_known}
         found: dict[int, TracedOperation] = {}
-        left = [index for number in operation.inputs for index in sources[number]]
+        left = [*self._flow.makers(operation)]
         while left:
             each = by_index.get(left.pop())
             if each is None or each.index in found:
@@ -446,14 +374,14 @@ class _Side:
             sizes = [math.prod(self.trace.values[number].shape) for number in (*each.inputs[:1], *each.outputs[:1])]
             if len(sizes) == 2 and sizes[1] < sizes[0]:
                 found[each.index] = each
-            left += [index for number in each.inputs for index in sources[number]]
+            left += self._flow.makers(each)
         return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations for which the other side has neither their results nor any that depend on them."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers, by_index = self._readers_of_values(), self._by_index
+        readers, by_index = self._flow.readers_of_values(), self._flow.by_index
 
         def has(number: int) -> bool:
             return self.says(number) and self.level(number) >= level
@@ -477,13 +405,13 @@ class _Side:
                     wholes += [own] if number in used else []
                     continue
                 for index in readers[each.index, number]:
-                    if (made := self._part_of(by_index[index], number)) is None:
+                    if (made := self._flow.part_of(by_index[index], number)) is None:
                         own |= index in rescued
                         # What reads the whole, and is lost, may read the rest.
                         rest = size
                     else:
                         taken.add(made, index in rescued)
-                taken.add(max(rest - taken.all, 0), False)
+                taken.all = max(rest, taken.all)
                 own |= taken.are_most
                 parts.add(size, own)
                 wholes += [own] if number in used else []
@@ -491,13 +419,6 @@ class _Side:
             if parts.are_most if each.only_arranges and len(each.outputs) > 1 else any(wholes[:1]):
                 rescued.add(each.index)
         return [each for each in self.trace.operations if each.index not in rescued | equal]
-
-    def _part_of(self, reader: TracedOperation, number: int) -> int | None:
-        """The size of the part of a value that an operation takes; None if it reads the whole."""
-        if not reader.only_arranges or len(reader.outputs) != 1:
-            return None
-        made, read = (math.prod(self.trace.values[each].shape) for each in (reader.outputs[0], number))
-        return made if made < read else None
 
     def _lost_here(self, level: int) -> list[TracedOperation]:
         """The lost operations, without those whose results the other side computed for something else.
@@ -509,8 +430,8 @@ class _Side:
         return self._lost_at[level]
 
     def _without_excused(self, lost: list[TracedOperation], level: int) -> list[TracedOperation]:
-        follows, drawn = self._follows_inputs, self._drawn_data()
-        readers = self._readers()
+        follows, drawn = self._flow.follows_inputs, self._flow.drawn_data()
+        readers = self._flow.readers()
         excused: set[int] = set()
         # What is only multiplied by zero, such as the decay of an empty state, makes no difference.
         hides = {
@@ -529,86 +450,6 @@ class _Side:
         left = [each for each in lost if each.index not in excused]
         return left if any(not each.only_arranges for each in left) else lost
 
-    def _readers(self) -> Mapping[int, list[int]]:
-        """The operations that read each operation's results."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for each in self.trace.operations:
-            for number in each.inputs:
-                for index in self._sources[number]:
-                    found[index].append(each.index)
-        return found
-
-    def _readers_of_values(self) -> Mapping[tuple[int, int], list[int]]:
-        """For each operation and output, the operations that read it and whose results prove something about it.
-
-        A value that several operations wrote to is an output of each.
-        """
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
-        sources = self._sources
-        outputs = {each.index: each.outputs for each in self.trace.operations}
-        for each in self.trace.operations:
-            if reads_shape_alone(each):
-                continue
-            is_constant = bool(each.outputs) and all(map(self._is_constant, each.outputs))
-            for number in each.inputs:
-                # Even a wrong value gives a constant if multiplied by zero. A constant made of another hides nothing.
-                if is_constant and not self._is_constant(number):
-                    continue
-                for index in sources[number]:
-                    of = number if number in outputs[index] else outputs[index][0] if outputs[index] else number
-                    found[index, of].append(each.index)
-        return found
-
-    def _is_constant(self, number: int) -> bool:
-        own = self.trace.fingerprints.get(number)
-        return own is not None and own.constant and own.numel > 1
-
-    @cached_property
-    def _by_index(self) -> Mapping[int, TracedOperation]:
-        return {each.index: each for each in self.trace.operations}
-
-    @cached_property
-    def _sources(self) -> Mapping[int, tuple[int, ...]]:
-        """The operations that wrote each value, of those before it that no tap separates from it."""
-        return {
-            number: () if value.tap is not None else tuple(index for index in value.sources if index in self._by_index)
-            for number, value in self.trace.values.items()
-        }
-
-    @cached_property
-    def _follows_inputs(self) -> Mapping[int, bool]:
-        """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input."""
-        values = self.trace.values
-        has_taps = any(value.tap is not None for value in values.values())
-
-        def begins(number: int) -> bool:
-            value = values[number]
-            if value.tap is not None:
-                return True
-            return not has_taps and not value.sources and not value.is_parameter
-
-        sources = self._sources
-        found: dict[int, bool] = {}
-        for each in self.trace.operations:
-            found[each.index] = any(
-                begins(number) or any(found.get(index, False) for index in sources[number]) for number in each.inputs
-            )
-        return found
-
-    def _drawn_data(self) -> set[int]:
-        """The operations that draw random numbers into a new tensor, and those that rearrange such numbers.
-
-        Numbers drawn in place, as for the initialisation of a weight, are not data.
-        """
-        sources = self._sources
-        found: set[int] = set()
-        for each in self.trace.operations:
-            draws = each.is_random and not each.inputs and not each.name.endswith("_")
-            arranges = each.only_arranges and each.name not in ("clone", "copy")
-            if draws or (arranges and any(index in found for number in each.inputs for index in sources[number])):
-                found.add(each.index)
-        return found
-
     def _computes_from_known(self, operation: TracedOperation, level: int) -> bool:
         """Whether an operation computes new numbers from values that the other side has."""
         if operation.only_arranges or not any(self.says(number) for number in operation.outputs):
@@ -619,7 +460,7 @@ class _Side:
         """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
         # From torch 2.15 on, the constant of an assignment is a number, no tensor that the operation reads.
         writes = operation.name == "fill_" or (operation.name.endswith("_") and bool(operation.inputs))
-        return writes and all(map(self._is_constant, operation.outputs))
+        return writes and all(map(self._flow.is_constant, operation.outputs))
 
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
         # The state of a random number generator is an input, too.
@@ -637,7 +478,7 @@ class _Side:
         For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
         the one that gave it the shape of the other side's correctly ordered value.
         """
-        sources, by_index = self._sources, self._by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[int, TracedOperation] = {}
         left = [number for number in operation.inputs if self._is_weak(number)]
         seen = set(left)
@@ -658,23 +499,3 @@ class _Side:
 
     def _is_weak(self, number: int) -> bool:
         return self.says(number) and self.level(number) != DIFFERENT and not self._is_equal(number)
-
-    def _without_ancestors(self, chosen: Sequence[TracedOperation], others: set[int]) -> list[TracedOperation]:
-        """The operations that depend on none of ``others``."""
-        depend: set[int] = set()
-        for each in self.trace.operations:
-            sources = (index for number in each.inputs for index in self._sources[number])
-            if any(index in others or index in depend for index in sources):
-                depend.add(each.index)
-        return [each for each in chosen if each.index not in depend]
-
-    def _ancestors(self, operation: TracedOperation) -> set[int]:
-        """The operations from which an operation computes its results."""
-        found: set[int] = set()
-        left = [operation]
-        while left:
-            for number in left.pop().inputs:
-                new = [index for index in self._sources[number] if index not in found]
-                found.update(new)
-                left += [self._by_index[index] for index in new]
-        return found

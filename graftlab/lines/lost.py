@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from graftlab.lines.traces import TracedOperation
 
@@ -30,8 +30,9 @@ class LostOperation:
     """
 
     operation: TracedOperation
-    has_equal_inputs: bool
-    follows_inputs: bool
+    _: KW_ONLY
+    has_equal_inputs: bool = False
+    follows_inputs: bool = False
     is_suspect: bool = False
     is_later: bool = False
     lacks_sum: bool = False

@@ -23,7 +23,9 @@ def with_choices(
     for each in lost:
         if not (each.is_suspect or each.is_later):
             for choice in _choices(each, others, trace, other):
-                found.setdefault(choice.index, LostOperation(choice, False, each.follows_inputs, is_suspect=True))
+                found.setdefault(
+                    choice.index, LostOperation(choice, follows_inputs=each.follows_inputs, is_suspect=True)
+                )
         found[each.operation.index] = each
     return list(found.values())
 
@@ -40,12 +42,9 @@ def _choices(
     while left:
         mine, theirs = left.pop()
         for own, found_there in zip(mine.inputs, theirs.inputs, strict=False):
-            makers = _maker(own, trace), _maker(found_there, other)
-            if None in makers or not _differ(own, found_there, trace, other):
+            ours, partner = _maker(own, trace), _maker(found_there, other)
+            if ours is None or partner is None or not _differ(own, found_there, trace, other):
                 continue
-            ours, partner = makers
-            assert ours is not None
-            assert partner is not None
             if _line_and_call(ours) == _line_and_call(partner):
                 left.append((ours, partner))
             elif ours.only_arranges and partner.only_arranges:

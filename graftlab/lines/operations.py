@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -25,6 +24,7 @@ from graftlab.lines.frames import (
     runs_in_backward,
     stack_entries,
 )
+from graftlab.lines.signatures import Signature, in_words, shape_of, signature_of
 from graftlab.lines.state import path_of
 from graftlab.taps.backward import frame_in_backward
 from graftlab.taps.untraced import UntracedMode
@@ -45,12 +45,6 @@ _SEARCHES_OF_ONE = 2
 _OVERWRITING = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"})
 _FROM_DATA = frozenset({"lift_fresh", "lift_fresh_copy"})
 """The operation that ``torch.tensor`` calls with the tensor that it has made of Python's numbers."""
-# A collective's schema does not show what it writes to. It may still be in progress when it returns.
-_COLLECTIVES = frozenset({"c10d"})
-_FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional"})
-# In training these write to running statistics, which their schemas do not show.
-_BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-_STATISTICS = ("running_mean", "running_var")
 _VIEWS = frozenset({"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "select", "slice", "expand"})
 LAYOUT_OPERATIONS = _VIEWS | frozenset(
     {"unsqueeze", "squeeze", "split", "chunk", "unbind", "detach", "alias", "clone", "contiguous", "split_with_sizes"}
@@ -170,83 +164,6 @@ class _Storage:
     searches: int = 0
 
 
-class _TensorKind(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _PlainValue(NamedTuple):
-    # One of them equals True.
-    kind: type
-    value: Any
-
-
-_Described: TypeAlias = "_TensorKind | _PlainValue | tuple[_Described, ...]"
-"""An argument's value without its tensors."""
-
-
-def _described(value: Any) -> _Described:
-    if isinstance(value, torch.Tensor):
-        return _TensorKind(DTYPE_NAMES[value.dtype], _shape(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    # Others, such as a collective's process group, cannot be hashed, and are not written out.
-    return _PlainValue(type(value), value if isinstance(value, _WRITTEN) else None)
-
-
-_WRITTEN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class _Argument(NamedTuple):
-    """An argument in a schema. ``default`` is empty if it has none."""
-
-    name: str
-    is_by_name: bool
-    is_written: bool
-    default: tuple[_Described, ...]
-
-
-class _Signature(NamedTuple):
-    """The facts of an operation that are known before it is called."""
-
-    name: str
-    arguments: tuple[_Argument, ...]
-    is_collective: bool
-    """Whether it may still be in progress when it returns, and its schema does not show what it writes to."""
-    has_later_result: bool
-    may_draw: bool
-
-    def given(self, args: Sequence[Any], by_name: Mapping[str, Any]) -> list[tuple[_Argument, Any]]:
-        """The arguments with the given values."""
-        found = list(zip(self.arguments, args, strict=False))
-        if by_name:
-            left = self.arguments[len(args) :]
-            found += [(argument, by_name[argument.name]) for argument in left if argument.name in by_name]
-        return found
-
-
-@lru_cache(maxsize=4096)
-def _signature(func: Any) -> _Signature:
-    # torch makes each part of a schema anew at each access.
-    schema = func._schema
-    name = schema.name.rpartition("::")[2].removeprefix("_")
-    is_collective = func.namespace in _COLLECTIVES
-    arguments = [
-        _Argument(
-            each.name,
-            each.kwarg_only,
-            is_collective
-            or (each.alias_info is not None and each.alias_info.is_write)
-            or (name in _BATCH_NORMS and each.name in _STATISTICS),
-            (_described(each.default_value),) if each.has_default_value() else (),
-        )
-        for each in schema.arguments
-    ]
-    has_later_result = func.namespace in _COLLECTIVES | _FUNCTIONAL_COLLECTIVES and name != "wait_tensor"
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    return _Signature(name, tuple(arguments), is_collective, has_later_result, draws)
-
-
 def modes_in_force() -> list[TorchDispatchMode]:
     """Return this thread's active modes, the innermost last."""
     return list(_get_current_dispatch_mode_stack())
@@ -255,7 +172,7 @@ def modes_in_force() -> list[TorchDispatchMode]:
 class _BegunOperation(NamedTuple):
     """Notes on an operation, made before it runs."""
 
-    signature: _Signature
+    signature: Signature
     addresses: Sequence[int]
     """Those of the tensors that it reads."""
     written: Sequence[torch.Tensor]
@@ -347,11 +264,6 @@ class OperationRecorder(UntracedMode):
         if len(self.operations) >= MOST_OPERATIONS:
             self.is_cut_short = True
             return func(*args, **given)
-        if not self.fails_silently:
-            begun = self._begin(func, args, given)
-            if begun.index in self.fed:
-                args, given = self._fed_to(begun, args, given)
-            return self._end(begun, func, args, given, func(*args, **given))
         try:
             begun = self._begin(func, args, given)
             if begun.index in self.fed:
@@ -367,11 +279,13 @@ class OperationRecorder(UntracedMode):
             return result
 
     def _fail(self, error: Exception) -> None:
+        if not self.fails_silently:
+            raise error
         self.failure, self.is_open = error, False
 
     def _begin(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _BegunOperation:
         """Note the values that an operation reads, before it may overwrite them."""
-        signature = _signature(func)
+        signature = signature_of(func)
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
         for argument, value in signature.given(args, given):
@@ -406,7 +320,7 @@ class OperationRecorder(UntracedMode):
         if threading.get_ident() != self._thread and (waiting := frame_in_backward(self._thread)) is not None:
             # The backward pass of a GPU's tensors runs on a thread of its own.
             stack += tuple(stack_entries(waiting, self._code))
-        words = _in_words(func, args, given)
+        words = in_words(func, args, given)
         # A hook, or the backward of a custom operation, is the user's own code, and no line of the forward pass.
         lines = () if node is None or runs_in_backward(stack, frame) else _forward_lines(node)
         return _BegunOperation(signature, addresses, written, inputs, index, node, stack, lines, *words)
@@ -452,12 +366,12 @@ class OperationRecorder(UntracedMode):
                 begun.inputs,
                 tuple(dict.fromkeys((*outputs, *changed))),
                 begun.stack,
-                signature.may_draw and _draws(signature, args, given),
+                signature.draws(args, given),
                 begun.backward_of,
                 begun.node is not None,
                 self.present_step(),
                 begun.arguments,
-                (*begun.shapes, *map(_shape, results[:1])),
+                (*begun.shapes, *map(shape_of, results[:1])),
                 signature.has_later_result,
                 tuple(parts),
             )
@@ -613,7 +527,7 @@ class OperationRecorder(UntracedMode):
     def _key(memory: _Storage, tensor: torch.Tensor) -> tuple[Any, ...]:
         """What identifies a tensor's present value."""
         place = (tensor.storage_offset(), tensor.stride()) if _is_plain(tensor) else type(tensor)
-        return memory.life, memory.writes, _shape(tensor), place, tensor.dtype
+        return memory.life, memory.writes, shape_of(tensor), place, tensor.dtype
 
     def _made_again(self, number: int, view: torch.Tensor, index: int) -> int:
         """A new value for a view that an earlier operation has made too: this operation's line leads to its readers."""
@@ -644,13 +558,6 @@ class OperationRecorder(UntracedMode):
         return all(self._taps_from is None or index < self._taps_from for index in value.sources)
 
 
-def _draws(signature: _Signature, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw random numbers does. Attention without dropout does not."""
-    values = {argument.name: value for argument, value in signature.given(args, given)}
-    drops_out = any(argument.name == "dropout_p" for argument in signature.arguments)
-    return not drops_out or bool(values.get("dropout_p"))
-
-
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -663,13 +570,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's shape; of a nested one, which has no numbers for it, that of all its elements."""
-    return (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
-
-
 def _layout(tensor: torch.Tensor) -> _Layout:
-    shape = _shape(tensor)
+    shape = shape_of(tensor)
     return _Layout(shape, int(tensor.storage_offset()), tensor.stride()) if _is_plain(tensor) else _Layout(shape)
 
 
@@ -698,73 +600,6 @@ def _with_first(result: Any, replace: Callable[[torch.Tensor], torch.Tensor]) ->
 def _is_captured() -> bool:
     """Whether operations are being captured into a CUDA graph, while which no value may be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
-_MOST_NUMBERS = 6
-
-
-_Words = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]
-
-
-def _in_words(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> _Words:
-    """An operation written as a call, with dtypes and shapes for tensors: ``mul(f32[2, 4], 0.1581)``.
-
-    Also returns its arguments that are not tensors, and the shapes of its tensors.
-    """
-    described = tuple((name, _described(value)) for name, value in given.items())
-    return _words(func, tuple(map(_described, args)), described)
-
-
-# A slice without an end has this one.
-_TO_THE_END = 2**63 - 1
-
-
-# Layers repeat each other's operations.
-@lru_cache(maxsize=4096)
-def _words(func: Any, args: tuple[_Described, ...], given: tuple[tuple[str, _Described], ...]) -> _Words:
-    signature = _signature(func)
-    words = []
-    plain = []
-    shapes: list[tuple[int, ...]] = []
-    for argument, value in signature.given(args, dict(given)):
-        kinds = [*_kinds(value)]
-        shapes += [each.shape for each in kinds]
-        if value == _described(None) or value in argument.default:
-            continue
-        shown = _value_in_words(value)
-        named = isinstance(value, _PlainValue) and isinstance(value.value, (bool, str))
-        by_name = argument.is_by_name or named or argument.name in ("scale", "eps", "dim")
-        words.append(f"{argument.name}={shown}" if by_name and not isinstance(value, _TensorKind) else shown)
-        if not kinds:
-            plain.append(f"{argument.name}={shown}")
-    return f"{signature.name}({', '.join(words)})", tuple(plain), tuple(shapes)
-
-
-def _kinds(value: _Described) -> Iterator[_TensorKind]:
-    if isinstance(value, _TensorKind):
-        yield value
-    elif not isinstance(value, _PlainValue):
-        for each in value:
-            yield from _kinds(each)
-
-
-def _value_in_words(described: _Described) -> str:
-    if isinstance(described, _TensorKind):
-        return f"{_SHORT.get(described.dtype, described.dtype)}{list(described.shape)}"
-    if not isinstance(described, _PlainValue):
-        shown = [_value_in_words(each) for each in described[:_MOST_NUMBERS]]
-        return f"[{', '.join(shown)}{', ...' if len(described) > _MOST_NUMBERS else ''}]"
-    value = described.value
-    if isinstance(value, float):
-        return f"{value:.7g}"
-    if isinstance(value, (torch.dtype, torch.device, torch.memory_format, torch.layout)):
-        return str(value).removeprefix("torch.")
-    if value == _TO_THE_END:
-        return "end"
-    return repr(value) if isinstance(value, (bool, int, str)) else type(value).__name__
 
 
 def _autograd_node() -> Any:

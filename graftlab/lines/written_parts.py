@@ -36,7 +36,10 @@ def writes_elsewhere(
             are_equal = len(ours) == len(of_other) and all(map(agree, (part.before, *ours), (its.before, *of_other)))
             is_known = part.after in target.fingerprints and its.after in baseline.fingerprints
             if are_equal and is_known and not agree(part.after, its.after):
-                return LostOperation(other, True, True), LostOperation(write, True, True)
+                return (
+                    LostOperation(other, has_equal_inputs=True, follows_inputs=True),
+                    LostOperation(write, has_equal_inputs=True, follows_inputs=True),
+                )
     return None
 
 

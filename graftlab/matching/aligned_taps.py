@@ -15,6 +15,7 @@ from graftlab.base.tap_groups import is_output, kind_of
 from graftlab.base.world import SIDES, Side
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Rearrange, Step
+from graftlab.layouts.row_alignment import inverted
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -92,11 +93,9 @@ class AlignedTaps:
         of = tuple(tap.shape[dim] for dim in place)
         rows = order.index[known] if side == "baseline" else np.flatnonzero(known)
         into = order.into if everything else (int(known.sum()),)
-        inverse = np.full(math.prod(of), -1, np.int64)
-        inverse[rows] = np.arange(len(rows))
         moved, restored = _moved(len(tap.shape), place)
         there = (*moved, Gather.of_rows(of, rows.tolist(), into))
-        back = (Gather.of_rows(into, inverse.tolist(), of), *restored)
+        back = (Gather.of_rows(into, inverted(rows, math.prod(of)).tolist(), of), *restored)
         return _Source(tap.name, there, back), Layout(there).local(value)
 
     # ---- back to the real taps --------------------------------------------------------------------------------------
@@ -135,14 +134,11 @@ class AlignedTaps:
         pairs, rule = self.ruled(proposal.pairs)
         notices = [each.text for each in self.orders]
         left: dict[Side, dict[str, str]] = {}
-        for side, unmatched in (
-            ("baseline", proposal.unmatched_baseline),
-            ("target", proposal.unmatched_target),
-        ):
+        for side, unmatched in zip(SIDES, (proposal.unmatched_baseline, proposal.unmatched_target), strict=True):
             have = {getattr(pair, side) for pair in pairs}
-            sources = self._sources[side]  # type: ignore[index]
+            sources = self._sources[side]
             real = {(sources[name].name if name in sources else name): why for name, why in unmatched.items()}
-            left[side] = {name: why for name, why in real.items() if name not in have}  # type: ignore[index]
+            left[side] = {name: why for name, why in real.items() if name not in have}
         return replace(
             proposal,
             pairs=tuple(pairs),

@@ -18,7 +18,7 @@ import torch
 
 from graftlab.base.text import counted
 from graftlab.base.world import SIDES, Side
-from graftlab.layouts.row_alignment import Index, aligned, sequence_lengths
+from graftlab.layouts.row_alignment import Index, aligned, inverted, sequence_lengths
 from graftlab.matching.names import similarity, words_of
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
 from graftlab.matching.sketch import limit_for
@@ -58,8 +58,7 @@ class RowOrder:
     @property
     def inverse(self) -> RowOrder:
         """The inverse order: the target's row for each of the baseline's rows."""
-        index = np.full(math.prod(self.of), -1, np.int64)
-        index[self.index[self.index >= 0]] = np.flatnonzero(self.index >= 0)
+        index = inverted(self.index, math.prod(self.of))
         return RowOrder(self.target, self.baseline, self.into, self.of, index, self.found_at[::-1])
 
     @property

@@ -75,7 +75,7 @@ class ControlThread:
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
         self.tasks: queue.SimpleQueue[MainThreadTask] = queue.SimpleQueue()
-        self.stop, self._stop_write = os.pipe()
+        self.stop = os.eventfd(0)
         self.stopping = False
         self._line = line
         self._grafter = grafter
@@ -145,7 +145,7 @@ class ControlThread:
 
     def _on_shutdown(self, shutdown: Shutdown) -> None:
         self.stopping = True
-        os.write(self._stop_write, b"x")
+        os.eventfd_write(self.stop, 1)
         self.tasks.put(shutdown)
 
     # ---- questions ----------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from graftlab.diffs.results import (
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
-from graftlab.grafting.self_graft import CallKey, CountingHandler, changed_results
+from graftlab.grafting.self_graft import changed_results
+from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
@@ -54,13 +55,12 @@ UnitKind = Literal["call", "update"]
 
 @dataclass(frozen=True)
 class WatchChoice:
-    """Which parts of a held model are tapped: the arguments of the same names of :func:`graftlab.watch`."""
+    """Which parts of a held model are tapped, beside its inputs: the arguments of :func:`graftlab.watch`."""
 
     include: str | None = None
     functions: tuple[str, ...] = ()
     inside: str | None = None
     params: bool = True
-    inputs: bool = True
 
 
 _MOST_NUMBERS = 64 << 20
@@ -575,7 +575,7 @@ class HeldCall:
                 functions=chosen.functions,
                 inside=chosen.inside,
                 params=chosen.params,
-                inputs=chosen.inputs,
+                inputs=True,
                 grads=self._has_backward,
             )
             for prefix, model in self._models.items()

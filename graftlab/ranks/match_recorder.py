@@ -12,7 +12,7 @@ from torch import Tensor
 from graftlab.errors import LayoutError
 from graftlab.grafting import active
 from graftlab.grafting.decisions import recompute_status
-from graftlab.grafting.overwrite import overwrite, replacement_for
+from graftlab.grafting.overwrite import overwritten
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
@@ -175,12 +175,7 @@ class _MatchRecorder(SketchRecorder):
         result = own
         for graft in self._grafts.get(recorded.name, ()):
             result = self._grafted(recorded.name, graft, layout, result, place.rank)
-        if result is own:
-            return value
-        if replace and not hasattr(shown, "to_local"):
-            return replacement_for(shown, result)
-        written, _ = overwrite(own, result)
-        return written if written is not own and own is value else value
+        return value if result is own else overwritten(value, shown, own, result, replace=replace)
 
     def _grafted(self, name: str, graft: MatchGraft, layout: RankLayout | None, own: Tensor, rank: int) -> Tensor:
         split = Layout() if layout is None else layout.layout

@@ -17,17 +17,15 @@ import torch
 from graftlab.base.tap_groups import group_of
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import (
-    CallKey,
     RepeatComparer,
     SelfGraft,
     SelfGrafter,
-    SelfGraftRecorder,
-    TapRecord,
     changed_results,
     in_words,
     note_returned,
     of_paired_names,
 )
+from graftlab.grafting.tap_records import CallKey, SelfGraftRecorder, TapRecord
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.held_call import repeat_call
 from graftlab.taps.calls import here

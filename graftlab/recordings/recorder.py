@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,6 @@ class TapRecorder:
         self._place = place
         self._filter = compile_filter(filter_)
         self._inner = inner
-        self._lock = threading.Lock()
         self._step = 0
         self._matches = 0
         self._left_out: dict[str, None] = {}

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from graftlab.grafting.self_graft import CountingHandler
+from graftlab.grafting.tap_records import CountingHandler
 from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate
 from graftlab.taps.routing import handled_by

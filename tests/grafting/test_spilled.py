@@ -11,8 +11,9 @@ import torch
 from kit.grafters import GrafterWorld
 
 import graftlab as gl
-from graftlab.grafting.self_graft import SelfGraftRecorder, graft_self
+from graftlab.grafting.self_graft import graft_self
 from graftlab.grafting.spilled import SpillFile
+from graftlab.grafting.tap_records import SelfGraftRecorder
 from graftlab.taps import calls
 
 _TAPS, _NUMBERS = 8, 1 << 18

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError
-from graftlab.grafting.self_graft import CallKey, CountingHandler
+from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.jobs import on_import
 from graftlab.jobs.job_log import _WarningForwarder
 from graftlab.jobs.on_import import watch_first_model

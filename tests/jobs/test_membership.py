@@ -377,6 +377,8 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
     with session:
         join: Any = SimpleNamespace(side="target", rank=0, world_size=1, other_world_size=1, rejoin=None)
         join.plan = to_wire(first)
-        assert server._objection(join)[0] == ""
+        assert server._objection(join) is None
         join.plan = to_wire(GraftPlan(b2t="layer == 4"))
-        assert ("(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in server._objection(join)[0]) == agreed
+        refused = server._objection(join)
+        assert (refused is not None) == agreed
+        assert refused is None or "(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in refused.error

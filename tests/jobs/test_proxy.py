@@ -342,8 +342,8 @@ def test_bundles_that_came_with_the_answer_arrive_first_and_wake_the_reader(plac
     line.has(b"mearly", b"rrow")
     line.channel.send(b"manswer")
     line.has_sent(b"manswer")
-    # The pipe that wakes the proxy has been read: a full one would never let it rest.
-    wait_until(lambda: not select.select([server.proxy._wake_read], [], [], 0)[0], "a rest")
+    # What wakes the proxy has been read: otherwise it would never rest.
+    wait_until(lambda: not select.select([server.proxy._wake], [], [], 0)[0], "a rest")
 
 
 def test_an_ended_connection_leaves_the_others(place: MakePlace, caplog: pytest.LogCaptureFixture) -> None:

@@ -316,7 +316,9 @@ def test_the_counterpart_of_the_targets_first_operation_leads_on_the_baseline() 
 
 def test_lines_that_appeared_later_are_shown_only_where_none_is_confirmed(search: Any) -> None:
     search._traced = None
-    first, later = (LostOperation(_traced(line), True, True, is_later=line > 1) for line in (1, 2))
+    first, later = (
+        LostOperation(_traced(line), has_equal_inputs=True, follows_inputs=True, is_later=line > 1) for line in (1, 2)
+    )
 
     def shown(**given: Any) -> list[tuple[int, bool]]:
         mine = call("a", before=on_both(first, later), kept=[first], **given)

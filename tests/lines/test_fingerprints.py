@@ -21,7 +21,8 @@ from graftlab.lines.fingerprints import (
     fingerprint,
     joined,
 )
-from graftlab.lines.first_lost import _differ, _is_sum
+from graftlab.lines.first_lost import _differ
+from graftlab.lines.known_values import is_sum
 
 X = torch.randn(64, generator=torch.Generator().manual_seed(0)).abs() + 0.5
 
@@ -80,12 +81,12 @@ def test_ranks_differ_as_soon_as_one_of_them_does() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_sum_of_ranks_is_missed_by_too_much_in_either_direction(sign: int) -> None:
     parts = [fingerprint(sign * X), fingerprint(sign * 2 * X)]
-    assert _is_sum(parts, fingerprint(sign * 3 * X), 1e-5)
+    assert is_sum(parts, fingerprint(sign * 3 * X), 1e-5)
     for factor in (2.9, 3.1):
-        assert not _is_sum(parts, fingerprint(sign * factor * X), 1e-5)
+        assert not is_sum(parts, fingerprint(sign * factor * X), 1e-5)
     whole = fingerprint(3 * X)
     for moved in (1e3, -1e3):
-        assert not _is_sum(
+        assert not is_sum(
             [fingerprint(X), fingerprint(2 * X)], replace(whole, projections=whole.projections + moved), 1e-5
         )
 

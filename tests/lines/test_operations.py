@@ -21,7 +21,8 @@ from graftlab.lines.fingerprints import (
     fingerprint,
     joined,
 )
-from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart, _described
+from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart
+from graftlab.lines.signatures import _described
 from graftlab.lines.traces import SliceTrace, slice_of
 
 

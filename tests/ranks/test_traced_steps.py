@@ -123,7 +123,7 @@ def test_a_failure_of_the_trace_does_not_reach_the_job(monkeypatch: pytest.Monke
         raise RuntimeError("no words")
 
     job = Job()
-    monkeypatch.setattr(operations, "_in_words", fails)
+    monkeypatch.setattr(operations, "in_words", fails)
     assert torch.equal(job.step(), (torch.arange(4.0) + 1) * 2)
     job.step()
     assert job.found() == [None]
