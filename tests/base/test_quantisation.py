@@ -60,7 +60,8 @@ def test_each_number_is_multiplied_by_the_scale_of_its_block(
     scale = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5) / 100
     places = torch.arange(48)[:, None] // block[0], torch.arange(80)[None] // block[1]
     each = scale if scale.numel() == 1 else scale.view(len(scale), -1)[places]
-    codes = (VALUES / each).to(FP8)
+    # Older releases of torch make NaN of larger numbers.
+    codes = (VALUES / each).clamp(-448, 448).to(FP8)
     found = by_extras(codes, {SCALE: 1 / scale if inverse else scale})
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, codes.float() * each)
