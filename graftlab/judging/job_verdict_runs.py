@@ -7,11 +7,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 from graftlab.base.tags import TapIdentity
-from graftlab.base.tap_groups import kind_of
+from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.base.world import Side
 from graftlab.control.core import lend_plan
 from graftlab.control.pickles import open_value
@@ -227,11 +228,18 @@ class StepRuns(VerdictRuns):
     def first_difference(self, floors: AccumulatedFloors) -> FirstDifference | None:
         frame = self._jobs.rows_from(0)
         frame = frame[frame["run"] == self._jobs.run]
-        judged = [
-            (name, kind_of(tags)) not in self._left_out for name, tags in zip(frame["name"], frame["tags"], strict=True)
-        ]
+        # An array, because an empty list would choose no columns.
+        taps = zip(frame["name"], map(kind_of, frame["tags"]), strict=True)
+        judged = np.array([tap not in self._left_out for tap in taps], bool)
         ranks = self.session.options.baseline, self.session.options.target
         return first_difference(frame[judged], floors, self.request.threshold, ranks)
+
+    def weights_before(self, grafted: pd.DataFrame) -> pd.DataFrame:
+        frame = self._jobs.rows_from(0)
+        frame = frame[(frame["run"] == self._jobs.run) & (frame["step"] < grafted["step"].min())]
+        frame = frame[np.array([kind_of(tags) == "param" and is_data(tags) for tags in frame["tags"]], bool)]
+        newest: pd.DataFrame = frame[frame["step"] == frame["step"].max()]
+        return newest
 
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks:
         return remarks_on_jobs(

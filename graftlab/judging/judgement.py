@@ -64,7 +64,12 @@ from graftlab.verdict.added import (
 from graftlab.verdict.causes import Causes, consequences
 from graftlab.verdict.extra_calls import extra_calls, only_before
 from graftlab.verdict.facts import Facts
-from graftlab.verdict.first_step import NOT_JUDGED_SINCE, FirstDifference
+from graftlab.verdict.first_step import (
+    NOT_JUDGED_SINCE,
+    FirstDifference,
+    explained_by_weights,
+    on_diverged_weights,
+)
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
@@ -76,6 +81,7 @@ from graftlab.verdict.model_data import (
     WITH_THE_BASELINES,
     computed_between_calls,
     differing_data,
+    differing_rows,
     differing_weights,
     input_names,
     unequal_weights,
@@ -167,6 +173,8 @@ class Naming:
     maybe_explained: list[str] = field(default_factory=list)
     """Sentences on differences for which the data may be the reason."""
     target_not_repeated: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+    """Groups of values that the weights of jobs explain, which differ."""
     only_without_grafts: bool = False
     """Whether what nothing explains shows only where no tap has the baseline's value."""
     job_remarks: JobRemarks | None = None
@@ -246,7 +254,8 @@ class Judgement:
         rounding = self._rounds_differently(evidence, naming, swaps)
         weights = differing_weights(evidence.compared, self._threshold)
         remarks += self._remarks(evidence, naming, weights, outdated, masked + written)
-        frame = labelled(naming.frame, naming.named, naming.following, causes, self._threshold, naming.scaled)
+        following = [*naming.following, *naming.diverged]
+        frame = labelled(naming.frame, naming.named, following, causes, self._threshold, naming.scaled)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         search = self._search_lines(evidence, naming, frame, mechanisms)
         if search is not None:
@@ -305,7 +314,8 @@ class Judgement:
 
     def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
         """The verdict where grafts would be wrong: the pairs no longer hold, or the sides are in different steps."""
-        frame = labelled(naming.frame, naming.named, naming.following, {}, self._threshold, naming.scaled)
+        following = [*naming.following, *naming.diverged]
+        frame = labelled(naming.frame, naming.named, following, {}, self._threshold, naming.scaled)
         frame["label"] = "unmeasured"
         ranks = self.session.options.target
         found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
@@ -330,8 +340,27 @@ class Judgement:
         if first is not None and naming.job_remarks is not None:
             if first.is_update and not self._runs.request.graft_weights:
                 return f"{first.sentence} {NOT_JUDGED_SINCE}"
-            naming.job_remarks = replace(naming.job_remarks, first=(first.sentence, *naming.job_remarks.first))
+            sentences = first.sentence, *self._leave_out_diverged(evidence, naming, first)
+            naming.job_remarks = replace(naming.job_remarks, first=(*sentences, *naming.job_remarks.first))
         return None
+
+    def _leave_out_diverged(self, evidence: Evidence, naming: Naming, first: FirstDifference) -> list[str]:
+        """Name no values that diverged weights explain, if others are named; returns a sentence on them.
+
+        The place where the jobs first differed, from equal weights, stays named.
+        """
+        if self._runs.request.graft_weights:
+            return []
+        weights = differing_rows(self._runs.weights_before(evidence.grafted), self._threshold)
+        found = explained_by_weights(naming.frame, naming.named, weights, self._threshold)
+        naming.diverged = [group for group in found if group != first.group]
+        left = [group for group in naming.named if group not in naming.diverged]
+        if not naming.diverged or not left:
+            naming.diverged = []
+            return []
+        naming.named = left
+        naming.data = [line.replace(f" {BELOW}", "") for line in naming.data]
+        return [on_diverged_weights(naming.diverged)]
 
     def _outdated_pairs(self, evidence: Evidence, naming: Naming) -> tuple[list[OutdatedPair], str | None]:
         """The plan's pairs whose taps are no longer equal, and a sentence if they were learned from other code."""

@@ -308,6 +308,10 @@ class VerdictRuns:
         """The first of the steps before the verdict in which the sides differ; None for functions."""
         return None
 
+    def weights_before(self, grafted: pd.DataFrame) -> pd.DataFrame:
+        """The weights of jobs in the newest step with such rows before the grafted one."""
+        raise NotImplementedError
+
     def job_remarks(self, compared: pd.DataFrame, grafted: pd.DataFrame, moved: Sequence[str]) -> JobRemarks | None:
         """Remarks on jobs, whose baseline differed from itself at ``moved``, or on a recording; None for functions."""
         return None

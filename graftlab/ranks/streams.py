@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -21,6 +23,10 @@ _LINES_A_SECOND = 10_000
 _CHARACTERS_A_SECOND = 1 << 21
 # Seconds between two displayed states of a progress bar.
 _LIVE_INTERVAL = 0.2
+# A log keeps its first and its last bytes, this many of each, once it has three times as many.
+_KEPT = 8 << 20
+_CHARACTERS_TO_A_CHECK = 1 << 20
+_LEFT_OUT = re.compile(rb"\[graftlab: ([\d,]+) bytes of this log were left out here\]\n")
 
 
 def redirect_to(log: str) -> None:
@@ -36,6 +42,33 @@ def redirect_to(log: str) -> None:
     refuse_input()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def shorten(log: TextIO) -> None:
+    """Leave out the middle of a log that is too long, with a line that says how much that is.
+
+    Does nothing to what is no file. What others write meanwhile may be lost. Raises OSError if another process or
+    thread shortens the log.
+    """
+    found = os.fstat(log.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_size <= 3 * _KEPT:
+        return
+    with open(f"/proc/self/fd/{log.fileno()}", "r+b", buffering=0) as file:
+        descriptor = file.fileno()
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = os.fstat(descriptor).st_size
+        first = os.pread(descriptor, _KEPT + 100, 0)
+        before = _LEFT_OUT.search(first)
+        cut = before.start() if before else first.rfind(b"\n", 0, _KEPT) + 1 or _KEPT
+        begins = size - _KEPT
+        last = os.pread(descriptor, _KEPT, begins)
+        whole = last.find(b"\n") + 1
+        begins += whole
+        left_out = begins - cut + (int(before[1].replace(b",", b"")) - len(before[0]) if before else 0)
+        mark = f"[graftlab: {left_out:,} bytes of this log were left out here]\n".encode()
+        end = mark + last[whole:]
+        os.pwrite(descriptor, end, cut)
+        os.ftruncate(descriptor, cut + len(end))
 
 
 class LabelledStream(io.TextIOBase):
@@ -56,6 +89,7 @@ class LabelledStream(io.TextIOBase):
         self._lock = threading.RLock()
         self._unfinished: dict[int, str] = {}
         self._second, self._lines, self._characters = 0, 0, 0
+        self._unchecked = 0
         self._has_reported_limit = False
 
     @property
@@ -117,6 +151,10 @@ class LabelledStream(io.TextIOBase):
         # The disk may be full, or user code may have closed the descriptor, which is no reason to stop a model.
         with contextlib.suppress(OSError, ValueError):
             self._log.write(text) if text else self._log.flush()
+            self._unchecked += len(text)
+            if self._unchecked > _CHARACTERS_TO_A_CHECK:
+                self._unchecked = 0
+                shorten(self._log)
 
     def _show(self, text: str) -> None:
         second = int(time.monotonic())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from graftlab.base.tap_groups import described, is_data, kind_of
-from graftlab.base.text import counted, numbered
+from graftlab.base.tap_groups import described, group_of, is_data, kind_of, kind_of_group
+from graftlab.base.text import counted, first_of, numbered
 from graftlab.rows.schema import MEASURED
+from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.gradient_scaling import is_scaled
 from graftlab.verdict.unexplained import AccumulatedFloors
@@ -28,12 +31,13 @@ class FirstDifference:
     """The first step in which jobs differ. ``sentence`` describes it.
 
     If ``is_update``, everything agrees up to an optimizer's update, whose results differ: weights that have diverged
-    since then do not incriminate the code that uses them.
+    since then do not incriminate the code that uses them. Otherwise ``group`` is that of the first tap that differs.
     """
 
     step: int
     sentence: str
     is_update: bool
+    group: str | None = None
 
 
 def first_difference(
@@ -120,7 +124,7 @@ def _described(
             f"In step {step}, the first that was compared, the weights agree, and the first tap that differs is "
             f"{where}."
         )
-        return FirstDifference(step, sentence, False)
+        return FirstDifference(step, sentence, False, _group(computed[0]))
     agreed = f"The jobs agree in {numbered('step', [each for each, _ in before])}"
     last, rows_of_last = before[-1]
     if weights and last == step - 1:
@@ -135,7 +139,52 @@ def _described(
     if weights or not computed:
         return None
     where = _place(computed[0])
-    return FirstDifference(step, f"{agreed}, and differ from step {step} on, first at {where}.", False)
+    sentence = f"{agreed}, and differ from step {step} on, first at {where}."
+    return FirstDifference(step, sentence, False, _group(computed[0]))
+
+
+# How much more a module may add than its weights have diverged, relative to each.
+_AMPLIFIES = 10.0
+_MOST_SHOWN = 6
+
+
+def explained_by_weights(
+    frame: pd.DataFrame, named: Sequence[str], weights: Sequence[Mapping[str, Any]], threshold: float
+) -> list[str]:
+    """The named groups of values that add no more than their own modules' weights explain, which have diverged.
+
+    ``frame`` is that of a verdict, ``weights`` are the rows of the weights that differ. A weight is its module's own,
+    or that of the next module outside of it that has a tap.
+    """
+    values = frame[frame["group"].map(lambda group: kind_of_group(group) is None).astype(bool)]
+    tapped = {*values["name"]}
+    diverged: dict[str, float] = {}
+    for row in weights:
+        owner = row["name"].rpartition(".")[0]
+        while owner and owner not in tapped:
+            owner = owner.rpartition(".")[0]
+        by = math.inf if row["nonfinite_differ"] else row["rel_l2"]
+        diverged[owner or ROOT] = max(by, diverged.get(owner or ROOT, 0.0))
+    over = values[values["ratio"] > threshold]
+    allowed = np.array([_AMPLIFIES * diverged.get(name, 0.0) for name in over["name"]])
+    beyond = {*over.loc[~(over["added"] <= allowed), "group"]}
+    found = {*over["group"]} - beyond
+    return [group for group in named if group in found]
+
+
+def on_diverged_weights(groups: Sequence[str]) -> str:
+    """A sentence on groups that are not judged, because their weights have diverged."""
+    # A group of members has no name.
+    names = ["members of the model" if group == "*" else group for group in groups]
+    return (
+        "Not judged, because of weights that have diverged since then, which may explain what is added: "
+        f"{first_of(names, _MOST_SHOWN)}. graft_weights=True first gives the target the baseline's weights, "
+        "permanently."
+    )
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    return group_of(row["name"], row["tags"])
 
 
 def _place(row: dict[str, Any]) -> str:

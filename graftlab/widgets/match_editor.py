@@ -58,6 +58,9 @@ class MatchEditor(Panel):
     def static_html(self, with_figures: bool = False) -> str:
         return self.proposal._repr_mimebundle_()["text/html"]
 
+    def static_text(self) -> str:
+        return repr(self.proposal)
+
     def _on_message(self, _view: widgets.Widget, content: Any, _buffers: Any) -> None:
         what, targets = content["what"], [str(each) for each in content.get("targets", ())]
         if what == "fold":

@@ -187,13 +187,17 @@ class Panel(widgets.VBox):  # type: ignore[misc]
         """
         return f"<p>{html.escape(self.message)}</p>"
 
+    def static_text(self) -> str:
+        """The state as text, for a terminal."""
+        return self.message
+
     def _ipython_display_(self, **_: Any) -> None:
         with self._lock:
             if not self._closed:
                 self._follow()
             # A program that executes a notebook may miss updates, which arrive after the cell has ended.
             first = self.static_html()
-        self._snapshot.display(super()._repr_mimebundle_(), first)
+        self._snapshot.display(super()._repr_mimebundle_(), first, {"text/plain": self.static_text()})
         with self._lock:
             self._snapshot_state = None
         self.refresh()

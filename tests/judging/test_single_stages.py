@@ -17,6 +17,7 @@ from graftlab.judging import judgement
 from graftlab.judging.judgement import Judgement, Naming
 from graftlab.judging.mechanisms import LentWeights
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.gradient_scaling import GradientScaling
 from graftlab.verdict.model_data import AGREES_WITH_THE_BASELINES, BEGINNINGS, BELOW, WITH_THE_BASELINES
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS
@@ -74,6 +75,35 @@ def unexplained(made: Made, monkeypatch: pytest.MonkeyPatch) -> Any:
         return Judgement(made.runs)._unexplained(made.evidence, made.naming, has_taps=has_taps)
 
     return sentences
+
+
+@pytest.mark.parametrize(
+    ("explained", "graft_weights", "named", "left"),
+    [
+        (["b", "c"], False, ["a"], ["b", "c"]),
+        (["b", "c"], True, ["a", "b", "c"], []),
+        # Something must be named, and so must be the place where the jobs first differed.
+        (["a", "b", "c"], False, ["a", "b", "c"], []),
+        (["a", "b"], False, ["a", "c"], ["b"]),
+    ],
+)
+def test_what_diverged_weights_explain_is_listed_beside_what_is_named(
+    made: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    explained: list[str],
+    graft_weights: bool,
+    named: list[str],
+    left: list[str],
+) -> None:
+    monkeypatch.setattr(judgement, "explained_by_weights", lambda frame, groups, weights, threshold: explained)
+    group = None if len(explained) == 3 else "a"
+    made.runs.request.graft_weights = graft_weights
+    made.naming = naming(("a", "b", "c"), data=[f"{BEGINNINGS['param']}: w. {BELOW}"])
+    first = FirstDifference(0, "the first", False, group)
+    said = Judgement(made.runs)._leave_out_diverged(made.evidence, made.naming, first)
+    assert (made.naming.named, made.naming.diverged, len(said)) == (named, left, bool(left))
+    assert all(each in said[0] for each in left)
+    assert (BELOW in made.naming.data[0]) == (not left)
 
 
 def test_where_nothing_is_named_every_difference_is_reported(

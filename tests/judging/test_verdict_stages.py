@@ -237,7 +237,8 @@ def test_pairs_that_no_longer_hold_are_said_of_what_is_named_or_allow_no_conclus
 
 def test_returned_values_and_parts_of_gradients_reach_the_findings(made: Made) -> None:
     def returned(most: float) -> Any:
-        return SimpleNamespace(most=lambda leave: most if leave == ["varies anyway"] else -1.0, differences=())
+        own = ["varies anyway"]
+        return SimpleNamespace(compared=True, most=lambda leave: most if leave == own else -1.0, differences=())
 
     made.parts = {"w@param_grad": ["w"]}
     made.evidence = replace(made.evidence, returned=returned(0.5), returned_grafted=returned(0.25))

@@ -85,6 +85,7 @@ class Made:
             expected=0,
             misaligned_steps=lambda rows: None,
             first_difference=lambda floors: None,
+            weights_before=lambda grafted: taps("compared"),
             present_pairs=list,
             target_against_itself=lambda: self.note("target", ["varies", "varies anyway"]),
             unwritten_memory=lambda: self.note("memory", []),

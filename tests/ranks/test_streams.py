@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from pathlib import Path
 
@@ -108,6 +109,36 @@ def test_output_beyond_the_budget_per_second_is_only_in_the_log_with_one_notice(
     [said] = [line for line in sent if line not in everything]
     assert sent[10] == said
     assert "the rest is only in the log of this rank" in said
+
+
+def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_KEPT", 1000)
+    monkeypatch.setattr(streams, "_CHARACTERS_TO_A_CHECK", 100)
+    lines = [f"line {number}\n" for number in range(3000)]
+    written = 0
+    with open(tmp_path / "log", "a", buffering=1, encoding="utf-8") as log:
+        stream = LabelledStream(log, lambda text: None)
+        for count in (500, 3000):
+            for line in lines[written:count]:
+                stream.write(line)
+            written = count
+            kept = (tmp_path / "log").read_text()
+            assert len(kept) < 4000
+            (said,) = [line for line in kept.splitlines() if "graftlab" in line]
+            before, after = kept.split(f"{said}\n")
+            everything = "".join(lines[:count])
+            assert everything.startswith(before)
+            assert everything.endswith(after)
+            left_out = len(everything) - len(before) - len(after)
+            assert said == f"[graftlab: {left_out:,} bytes of this log were left out here]"
+            assert min(len(before), len(after)) > 900
+    # What is no file is written to as before.
+    read, write = os.pipe()
+    with open(write, "w", encoding="utf-8") as log:
+        LabelledStream(log, lambda text: None).write("x" * 3000 + "\n")
+        log.flush()
+        assert len(os.read(read, 9000)) == 3001
+    os.close(read)
 
 
 def test_the_stream_has_the_encoding_and_descriptor_of_its_log(tmp_path: Path) -> None:

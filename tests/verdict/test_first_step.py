@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+import pandas as pd
 import pytest
 import torch
 from kit.in_process import a_row
@@ -12,7 +13,12 @@ from kit.in_process import a_row
 from graftlab.diffs.measure import measure
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
-from graftlab.verdict.first_step import FirstDifference, _steps_without_grafts, first_difference
+from graftlab.verdict.first_step import (
+    FirstDifference,
+    _steps_without_grafts,
+    explained_by_weights,
+    first_difference,
+)
 from graftlab.verdict.unexplained import AccumulatedFloors
 
 Taps = tuple[tuple[str, Mapping[str, object]], ...]
@@ -114,6 +120,28 @@ def test_gradients_of_a_part_of_the_batch_are_larger_by_the_number_of_ranks() ->
     averaged = first_difference(wrong, floors, 5.0, ranks=(1, 2))
     assert averaged is not None
     assert averaged.sentence.endswith("the first tap that differs is the gradient of the weight w (by 0.5).")
+
+
+def test_modules_whose_weights_have_diverged_explain_what_they_add() -> None:
+    added = {"fc": 0.09, "block": 0.09, "norm": 0.09, "act": 0.09, "output": 0.09, "nan": 0.09, "fc@grad": 0.09}
+    lines = [(group, group.partition("@")[0], by, 9e3) for group, by in added.items()]
+    frame = pd.DataFrame(lines, columns=["group", "name", "added", "ratio"])
+    weights = [
+        {"name": name, "rel_l2": rel_l2, "nonfinite_differ": name == "nan.weight"}
+        for name, rel_l2 in (
+            *(("fc.weight", 1e-3), ("fc.bias", 0.01), ("norm.weight", 1e-3), ("nan.weight", 0.0)),
+            # Their modules have no taps.
+            *(("block.proj.weight", 0.01), ("scale", 0.01)),
+        )
+    ]
+    named = list(added)
+    assert explained_by_weights(frame, named, weights, 5.0) == ["fc", "block", "output", "nan"]
+    assert explained_by_weights(frame, ["fc"], weights, 5.0) == ["fc"]
+    assert explained_by_weights(frame, named, [], 5.0) == []
+    # Below the threshold nothing needs an explanation, and one row that is beyond it is enough.
+    assert explained_by_weights(frame.assign(ratio=1.0), named, weights, 5.0) == []
+    more = pd.concat([frame, frame[:1].assign(added=0.2)])
+    assert "fc" not in explained_by_weights(more, named, weights, 5.0)
 
 
 def test_of_several_weights_the_first_in_the_order_of_the_rows_is_named() -> None:
