@@ -104,6 +104,7 @@ def test_a_notebook_for_a_recording_and_a_function_names_the_planted_mistake(fol
         ("bug.ipynb reference.py:load_model port.py:load_modle", "port.py does not define load_modle; did you mean"),
         ("bug.ipynb reference.py:load_model port.py:other", "it defines load_model, model, reference"),
         ("bug.ipynb reference.py:load_model gone.py:load_model", "gone.py does not exist"),
+        ("bug.ipynb gone.py:load_model port.py:load_model", "gone.py does not exist"),
         ("bug.ipynb reference.py:load_model broken.py:load_model", "fix it first"),
         ("bug.ipynb reference.py port.py:load_model", "give two scripts, or two functions as FILE.py:FUNCTION"),
         ("bug.ipynb reference.py port.py --inputs data.py:prompt", "a script makes its own inputs"),

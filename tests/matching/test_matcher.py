@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from graftlab.matching.mistakes import (
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
-from graftlab.matching.rounds import Record, _keep, match_in_rounds
+from graftlab.matching.rounds import Record, _keep, _repeat_rounds, match_in_rounds
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import find
 
@@ -185,6 +186,7 @@ def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder.tap("a", value, None, {"layer": 3, "tp_rank": 1})
     recorder.tap("a", value, None, {})
     recorder.tap("b", None, None, {})
+    recorder.tap("c", torch.ones(2, 0), None, {})
     value += 1
     names = [tap.name for tap in recorder.taps]
     assert names == ["a", "a[layer=3]", "a#1"]
@@ -192,7 +194,7 @@ def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     assert recorder.taps[0].value is not None
     assert recorder.taps[0].value.tolist() == [0, 1, 2, 3]
     assert recorder.taps[0].kind == "Linear"
-    assert recorder.skipped == {"b": "is a NoneType, not a tensor"}
+    assert recorder.skipped == {"b": "is a NoneType, not a tensor", "c": "is empty"}
 
 
 # ---- ties, rules, guesses -------------------------------------------------------------------------------------------
@@ -712,6 +714,20 @@ def test_the_rounds_end_after_three_guesses_in_vain() -> None:
 
     match_in_rounds(record, guesses=3)
     assert sum(map(bool, tried)) == 3
+
+
+def test_pairs_that_come_and_go_are_new_once() -> None:
+    in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
+    rounds: list[int] = []
+
+    def match(baseline: Any, target: Any, **_: Any) -> Proposal:
+        rounds.append(len(rounds))
+        return Proposal((in_turn[rounds[-1] % 2],), {}, {"y": "no value"})
+
+    first = Proposal((in_turn[1],), {}, {"y": "no value"})
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    _repeat_rounds(lambda grafts: ([], []), ([], []), first, given, 12, 6)
+    assert len(rounds) == 2
 
 
 def test_the_html_folds_layers_and_escapes_names() -> None:

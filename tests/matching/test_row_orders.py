@@ -622,6 +622,7 @@ def test_complex_taps_show_no_rows() -> None:
         ((2, 8), (2, 3), None),
         ((3, 8), (2, 3), None),
         ((3, 8), (3, 3), None),
+        ((2, 3, 3, 8), (2, 3, 3), (0, 1, 2)),
     ],
 )
 def test_rows_lie_along_dimensions_of_their_sizes(shape: Any, dims: Any, places: Any) -> None:
