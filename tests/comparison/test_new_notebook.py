@@ -148,8 +148,9 @@ def test_texts_that_cannot_be_compared_are_refused(folder: Path) -> None:
         gl.compare(lambda: None, "port.py")
     with pytest.raises(ConfigError, match="one side is a function and the other a script"):
         gl.compare("reference.py:load_model", "port.py")
-    with pytest.raises(ConfigError, match="scripts choose these themselves"):
-        gl.compare("reference.py", "port.py", inputs=torch.ones(1))
+    for given in ({"inputs": torch.ones(1)}, {"backward": True}, {"device": "cpu"}):
+        with pytest.raises(ConfigError, match="scripts choose these themselves"):
+            gl.compare("reference.py", "port.py", **given)
 
 
 def test_a_comparison_is_shown_with_the_remarks_that_may_overturn_it() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from graftlab.matching.mistakes import (
     rounded_to,
 )
 from graftlab.matching.pair import Pair
-from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
+from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of, written_as
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import Record, _keep, _repeat_rounds, match_in_rounds
 from graftlab.matching.rules import rules_of
@@ -398,6 +399,12 @@ def test_numbers_within_words_are_not_layers() -> None:
     assert match_taps(baseline, few, guesses=False).problems == ()
 
 
+def test_a_tap_is_as_far_from_one_before_its_place_as_from_one_after_it() -> None:
+    taps = [tap(f"h.{n}", values(2, 2, seed=n), n) for n in range(9)]
+    distance = matcher.Matcher(taps, taps, None, None)._distance(taps[4], "baseline")
+    assert [distance(each) for each in taps] == [4, 3, 2, 1, 0, 1, 2, 3, 4]
+
+
 def test_layers_choose_alike_between_equal_values() -> None:
     baseline = []
     for n in range(4):
@@ -716,6 +723,23 @@ def test_the_rounds_end_after_three_guesses_in_vain() -> None:
     assert sum(map(bool, tried)) == 3
 
 
+def test_a_pair_by_rule_alone_has_its_tap_matched_again() -> None:
+    first = Proposal((Pair("a", "x", sureness="exact", rel=0.0), Pair("b", "y", sureness="rule", rel=0.5)))
+    again: list[Proposal] = []
+
+    def match(baseline: Any, target: Any, *, before: Proposal, **_: Any) -> Proposal:
+        again.append(before)
+        return first
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    _repeat_rounds(lambda grafts: ([], []), ([], []), first, given, 12, 6)
+    assert again == [first]
+    # Where each pair is by value, no fault hides a tap.
+    by_value = replace(first, pairs=first.pairs[:1])
+    _repeat_rounds(lambda grafts: ([], []), ([], []), by_value, given, 12, 6)
+    assert again == [first]
+
+
 def test_pairs_that_come_and_go_are_new_once() -> None:
     in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
     rounds: list[int] = []
@@ -738,6 +762,12 @@ def test_the_html_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+
+
+def test_pairs_of_several_layers_are_written_with_the_number_that_differs() -> None:
+    pairs = [Pair(f"h.{n}.mlp.5", f"l.{n + 1}.mlp.5") for n in range(3)]
+    assert written_as(pairs) == ("h.{n}.mlp.5", "l.{n+1}.mlp.5")
+    assert written_as(pairs[:1]) == ("h.0.mlp.5", "l.1.mlp.5")
 
 
 def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:

@@ -98,6 +98,14 @@ def test_a_trace_of_several_steps_has_the_wanted_call_of_each() -> None:
     assert found == [["arange", "add", "mul"]] * 3
 
 
+def test_a_wanted_tap_of_no_tensor_has_no_trace() -> None:
+    job = Job()
+    assert job.step(lambda x: 3) == 3  # type: ignore[arg-type,return-value,comparison-overlap]
+    job.step()
+    assert job.found() == [None]
+    assert job.grafter.taken == ["doubled", "doubled"]
+
+
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The job's own mode, which counts its operations."""
 

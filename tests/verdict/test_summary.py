@@ -156,6 +156,7 @@ def test_rows_without_a_finite_pair_are_reported() -> None:
     assert first.startswith("first divergent: a on target[0]: 64 of 64")
     assert first.endswith("; so are elements of 2 more rows")
     assert more == []
+    assert differences(rows[:2])[0].endswith("; so are elements of 1 more row")
 
 
 def test_rows_of_equal_nans_are_reported_as_not_compared() -> None:
