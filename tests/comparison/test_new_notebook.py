@@ -138,6 +138,8 @@ def test_a_notebook_for_functions_without_inputs_calls_them_without_arguments(fo
     assert main(["new", "bug.ipynb", "reference.py:load_model", "port.py:load_model"]) == 0
     cells = [cell.source for cell in notebooks.read(folder / "bug.ipynb").cells]
     assert 'comparison = gl.compare("reference.py:load_model", "port.py:load_model")\ncomparison' in cells
+    # It begins in the folder that the paths start from.
+    assert "import graftlab as gl\n\n%load_ext graftlab" in cells
 
 
 # ---- texts as sides of gl.compare -----------------------------------------------------------------------------------
@@ -164,3 +166,5 @@ def test_a_comparison_is_shown_with_the_remarks_that_may_overturn_it() -> None:
     page = shown["text/html"]
     first, judged = page.index("<b>The target&#x27;s call cannot be replayed.</b>"), page.index("<p><b>", 10)
     assert first < judged < page.index(f"<p>{NOT_CHECKED}later calls.</p>") < page.index("<p>By scripts.</p>")
+    # Each is shown once.
+    assert page.count("cannot be replayed") == shown["text/plain"].count("cannot be replayed") == 1
