@@ -116,6 +116,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("--keep-going", {"keep_going": True}),
         ("--no-restart", {"restart": False}),
         ("--calls 7 --folder runs", {"calls": 7, "folder": Path("runs")}),
+        ("--calls 1", {"calls": 1}),
         # A floor of 0 is a floor, and not the measured one.
         ("--floor 0", {"judging": JudgingChoice(False, "head", 0.0, 9.0)}),
     ],

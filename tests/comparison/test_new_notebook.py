@@ -104,6 +104,7 @@ def test_a_notebook_for_a_recording_and_a_function_names_the_planted_mistake(fol
         ("bug.ipynb reference.py:load_model port.py:load_modle", "port.py does not define load_modle; did you mean"),
         ("bug.ipynb reference.py:load_model port.py:other", "it defines load_model, model, reference"),
         ("bug.ipynb reference.py:load_model gone.py:load_model", "gone.py does not exist"),
+        ("bug.ipynb gone.py:load_model port.py:load_model", "gone.py does not exist"),
         ("bug.ipynb reference.py:load_model broken.py:load_model", "fix it first"),
         ("bug.ipynb reference.py port.py:load_model", "give two scripts, or two functions as FILE.py:FUNCTION"),
         ("bug.ipynb reference.py port.py --inputs data.py:prompt", "a script makes its own inputs"),
@@ -137,6 +138,8 @@ def test_a_notebook_for_functions_without_inputs_calls_them_without_arguments(fo
     assert main(["new", "bug.ipynb", "reference.py:load_model", "port.py:load_model"]) == 0
     cells = [cell.source for cell in notebooks.read(folder / "bug.ipynb").cells]
     assert 'comparison = gl.compare("reference.py:load_model", "port.py:load_model")\ncomparison' in cells
+    # It begins in the folder that the paths start from.
+    assert "import graftlab as gl\n\n%load_ext graftlab" in cells
 
 
 # ---- texts as sides of gl.compare -----------------------------------------------------------------------------------
@@ -147,8 +150,9 @@ def test_texts_that_cannot_be_compared_are_refused(folder: Path) -> None:
         gl.compare(lambda: None, "port.py")
     with pytest.raises(ConfigError, match="one side is a function and the other a script"):
         gl.compare("reference.py:load_model", "port.py")
-    with pytest.raises(ConfigError, match="scripts choose these themselves"):
-        gl.compare("reference.py", "port.py", inputs=torch.ones(1))
+    for given in ({"inputs": torch.ones(1)}, {"backward": True}, {"device": "cpu"}):
+        with pytest.raises(ConfigError, match="scripts choose these themselves"):
+            gl.compare("reference.py", "port.py", **given)
 
 
 def test_a_comparison_is_shown_with_the_remarks_that_may_overturn_it() -> None:
@@ -162,3 +166,5 @@ def test_a_comparison_is_shown_with_the_remarks_that_may_overturn_it() -> None:
     page = shown["text/html"]
     first, judged = page.index("<b>The target&#x27;s call cannot be replayed.</b>"), page.index("<p><b>", 10)
     assert first < judged < page.index(f"<p>{NOT_CHECKED}later calls.</p>") < page.index("<p>By scripts.</p>")
+    # Each is shown once.
+    assert page.count("cannot be replayed") == shown["text/plain"].count("cannot be replayed") == 1

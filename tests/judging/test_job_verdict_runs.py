@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,7 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
     for each in ranks:
         each.rank.alive, each.rank.is_expected = False, True
     waits: list[tuple[float | None, str]] = []
+    request, stops = VerdictRequest(), list[Any]()
 
     class Looks(LongWait):
         """Lets a rank join at each look: first the baseline's, then the target's, and then their run begins."""
@@ -180,6 +182,7 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
         ) -> None:
             super().__init__(title, what, count, total, where, stop)
             self.look = (total, where)
+            stops.append(stop)
 
         def next_look(self, remaining: float | None) -> float:
             total, where = self.look
@@ -193,8 +196,17 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
             return 0.0
 
     monkeypatch.setattr("graftlab.judging.job_steps.LongWait", Looks)
+    # Together the waits are longer than the limit, which holds for each rank that joins.
+    limit = session.options.timeout
+    clock = SimpleNamespace(
+        monotonic=lambda: 0.8 * limit * len(waits) if session.runs == [] else time.monotonic(),
+    )
+    monkeypatch.setattr("graftlab.judging.job_steps.time", clock)
     with pytest.raises(SessionError, match="no job made progress"):
-        judge(session, VerdictRequest())
+        judge(session, request)
+    # The stop button ends each of these waits.
+    assert len(stops) > 1
+    assert all(each is request.stop for each in stops)
     told = ["baseline[0], target[0] to join", "target[0] to join", "the jobs to begin their run"]
     assert waits[:3] == [(2, text) for text in told]
 

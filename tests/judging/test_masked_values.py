@@ -178,6 +178,7 @@ def test_rows_with_equal_masks_differ_no_longer_and_all_others_stay() -> None:
     runs = Kept({"scores": ([NO, NO, 1.0], [-1e9, NO, 1.0])})
     changed, grafted, names = with_equal_masks(runs, compared[:1], compared[:1])
     assert (grafted["nonfinite_differ"].tolist(), len(runs.asked)) == ([0], 2)
+    assert all("scores" in str(each.keep) for each in runs.asked)
 
 
 def test_without_such_places_no_run_is_made() -> None:

@@ -64,6 +64,11 @@ def test_no_value_that_activation_checkpointing_repeats_is_the_output() -> None:
     assert [each.group for each in find_outputs(frame, None)] == ["head", "layers.*@grad"]
 
 
+def test_the_step_of_the_output_is_counted_from_the_runs_first() -> None:
+    frame = rows("head", "head", "head").assign(step=[5, 6, 7])
+    assert [each.place for each in find_outputs(frame, None)] == [(2, 2)]
+
+
 def test_a_chosen_output_is_used_unchanged() -> None:
     assert [each.name for each in find_outputs(rows("a", "output[0]", "output[1]"), "output[1]")] == ["output[1]"]
 

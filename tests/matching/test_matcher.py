@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +31,9 @@ from graftlab.matching.mistakes import (
     rounded_to,
 )
 from graftlab.matching.pair import Pair
-from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of
+from graftlab.matching.proposal import COLUMNS, Proposal, pairs_of, written_as
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
-from graftlab.matching.rounds import Record, _keep, match_in_rounds
+from graftlab.matching.rounds import Record, _keep, _repeat_rounds, match_in_rounds
 from graftlab.matching.rules import rules_of
 from graftlab.matching.search import find
 
@@ -185,6 +187,7 @@ def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder.tap("a", value, None, {"layer": 3, "tp_rank": 1})
     recorder.tap("a", value, None, {})
     recorder.tap("b", None, None, {})
+    recorder.tap("c", torch.ones(2, 0), None, {})
     value += 1
     names = [tap.name for tap in recorder.taps]
     assert names == ["a", "a[layer=3]", "a#1"]
@@ -192,7 +195,7 @@ def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     assert recorder.taps[0].value is not None
     assert recorder.taps[0].value.tolist() == [0, 1, 2, 3]
     assert recorder.taps[0].kind == "Linear"
-    assert recorder.skipped == {"b": "is a NoneType, not a tensor"}
+    assert recorder.skipped == {"b": "is a NoneType, not a tensor", "c": "is empty"}
 
 
 # ---- ties, rules, guesses -------------------------------------------------------------------------------------------
@@ -403,6 +406,12 @@ def test_numbers_within_words_are_not_layers() -> None:
     }
     few = [each for each in target if each.name in ("l.0.drop1", "l.0.drop2", "l.1.drop2", "l.2.drop2", "l.3.drop2")]
     assert match_taps(baseline, few, guesses=False).problems == ()
+
+
+def test_a_tap_is_as_far_from_one_before_its_place_as_from_one_after_it() -> None:
+    taps = [tap(f"h.{n}", values(2, 2, seed=n), n) for n in range(9)]
+    distance = matcher.Matcher(taps, taps, None, None)._distance(taps[4], "baseline")
+    assert [distance(each) for each in taps] == [4, 3, 2, 1, 0, 1, 2, 3, 4]
 
 
 def test_layers_choose_alike_between_equal_values() -> None:
@@ -723,6 +732,37 @@ def test_the_rounds_end_after_three_guesses_in_vain() -> None:
     assert sum(map(bool, tried)) == 3
 
 
+def test_a_pair_by_rule_alone_has_its_tap_matched_again() -> None:
+    first = Proposal((Pair("a", "x", sureness="exact", rel=0.0), Pair("b", "y", sureness="rule", rel=0.5)))
+    again: list[Proposal] = []
+
+    def match(baseline: Any, target: Any, *, before: Proposal, **_: Any) -> Proposal:
+        again.append(before)
+        return first
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    _repeat_rounds(lambda grafts: ([], []), ([], []), first, given, 12, 6)
+    assert again == [first]
+    # Where each pair is by value, no fault hides a tap.
+    by_value = replace(first, pairs=first.pairs[:1])
+    _repeat_rounds(lambda grafts: ([], []), ([], []), by_value, given, 12, 6)
+    assert again == [first]
+
+
+def test_pairs_that_come_and_go_are_new_once() -> None:
+    in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
+    rounds: list[int] = []
+
+    def match(baseline: Any, target: Any, **_: Any) -> Proposal:
+        rounds.append(len(rounds))
+        return Proposal((in_turn[rounds[-1] % 2],), {}, {"y": "no value"})
+
+    first = Proposal((in_turn[1],), {}, {"y": "no value"})
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    _repeat_rounds(lambda grafts: ([], []), ([], []), first, given, 12, 6)
+    assert len(rounds) == 2
+
+
 def test_the_html_folds_layers_and_escapes_names() -> None:
     baseline, target = layered(3)
     target.append(tap("<b>", values(5, 5, seed=50), 3))
@@ -731,6 +771,12 @@ def test_the_html_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+
+
+def test_pairs_of_several_layers_are_written_with_the_number_that_differs() -> None:
+    pairs = [Pair(f"h.{n}.mlp.5", f"l.{n + 1}.mlp.5") for n in range(3)]
+    assert written_as(pairs) == ("h.{n}.mlp.5", "l.{n+1}.mlp.5")
+    assert written_as(pairs[:1]) == ("h.0.mlp.5", "l.1.mlp.5")
 
 
 def test_a_large_proposal_is_shown_in_tables_of_at_most_20_lines() -> None:

@@ -98,6 +98,8 @@ def test_names_are_alike_by_their_words_the_last_above_all_and_by_their_numbers(
     )
     assert similarity("l.0.norm", "l.0.norm") == 1.0
     assert 0.0 < similarity("l.0.norm", "l.1.norm") < 0.9
+    # Of names with as many words in common, that with the same numbers.
+    assert similarity("h.0.norm", "blocks.0.norm") > similarity("h.0.norm", "blocks.1.norm") + 0.4
     assert similarity("_", "a") == similarity("a", "_") == similarity("_", "_") == 0.0
 
 

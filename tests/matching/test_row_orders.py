@@ -22,7 +22,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import match_in_rounds, match_once
-from graftlab.matching.row_orders import RowOrder, row_orders
+from graftlab.matching.row_orders import RowOrder, row_orders, unpaired_rows
 from graftlab.matching.row_rules import _ways, with_row_rules
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
@@ -563,6 +563,18 @@ def test_equal_rows_of_several_calls_are_those_of_the_call_of_the_same_number() 
     assert len(orders) == 2
 
 
+def test_rows_without_a_partner_on_one_side_alone_are_no_pairs_in_disguise() -> None:
+    sides: dict[Side, list[RecordedTap]] = {"baseline": [], "target": []}
+    fetch: dict[Side, None] = {"baseline": None, "target": None}
+
+    def said(*index: int) -> str:
+        order = RowOrder(((), 0), ((), 0), (4,), (3,), np.array(index), ("ids", "ids"))
+        return unpaired_rows([order], sides, fetch)
+
+    assert said(0, 1, 2) == ""
+    assert said(0, 1, -1).startswith("1 row of the target and 2 rows of the baseline have no partner")
+
+
 def test_two_gathers_of_rows_become_one_that_takes_the_same_rows() -> None:
     first, second = Gather.of_rows((6,), [5, 3, -1, 0], (4,)), Gather.of_rows((4,), [2, 0, -1, 1, 3, 0], (2, 3))
     other = Rearrange("a b c -> b a c")
@@ -622,6 +634,7 @@ def test_complex_taps_show_no_rows() -> None:
         ((2, 8), (2, 3), None),
         ((3, 8), (2, 3), None),
         ((3, 8), (3, 3), None),
+        ((2, 3, 3, 8), (2, 3, 3), (0, 1, 2)),
     ],
 )
 def test_rows_lie_along_dimensions_of_their_sizes(shape: Any, dims: Any, places: Any) -> None:

@@ -14,6 +14,9 @@ from kit.ports import Encoder, Port, State, encoder_from_bert
 
 import graftlab as gl
 from graftlab.errors import MatchError
+from graftlab.layouts import join_parts, parse_layout
+from graftlab.matching.converting import _fused
+from graftlab.matching.pair import Pair
 
 
 def outputs(found: object) -> torch.Tensor:
@@ -426,6 +429,25 @@ def test_no_converter_is_written_for_unmatched_parameters(llama: Port) -> None:
         gl.make_converter(match)
     with pytest.raises(MatchError, match="'class' is not a valid function name"):
         gl.make_converter(match, "class")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "is_plain"),
+    [
+        (["part(index=0, of=[1, 1], dim=0)", "part(index=1, of=[1, 1], dim=0)"], True),
+        (["part(index=1, of=[1, 1], dim=1)", "part(index=0, of=[1, 1], dim=1)"], True),
+        (["part(index=0, of=[1, 1], dim=0, groups=2)", "part(index=1, of=[1, 1], dim=0, groups=2)"], False),
+        (["part(index=0, of=[1, 1], dim=0)", "part(index=1, of=[1, 1], dim=0) | a b -> b a"], False),
+    ],
+)
+def test_a_converter_fuses_parameters_along_their_dimension(layouts: list[str], is_plain: bool) -> None:
+    whole = torch.arange(32.0).reshape(4, 8)
+    parts = {name: parse_layout(text) for name, text in zip("ab", layouts, strict=True)}
+    state = {name: layout.local(whole) for name, layout in parts.items()}
+    code = _fused([Pair(name, "fused", layout, "target") for name, layout in parts.items()], (4, 8))
+    assert code.startswith("torch.cat" if is_plain else "join_parts")
+    names = {"torch": torch, "join_parts": join_parts, "parse_layout": parse_layout, "state": state}
+    assert torch.equal(eval(code, names), whole)
 
 
 def test_a_converter_states_each_problem_above_its_line(llama: Port) -> None:

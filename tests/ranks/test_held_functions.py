@@ -214,6 +214,10 @@ def test_an_interrupted_call_leaves_the_state_of_its_models() -> None:
     assert model.calls.item() == 0
 
 
+def test_a_function_without_arguments_needs_no_inputs() -> None:
+    assert torch.equal(held(lambda: lambda: 2 * X, None).plain[""], 2 * X)
+
+
 def test_a_call_that_raises_is_described_by_its_exception() -> None:
     def fails(x: torch.Tensor = X) -> torch.Tensor:
         raise ValueError("bad\nmore")

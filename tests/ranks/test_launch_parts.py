@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -91,6 +92,9 @@ def test_a_rank_gets_its_place_its_limits_and_the_notebooks_surroundings(
     monkeypatch.setattr(launcher, "send_descriptors", lambda channel, descriptors: sent.append((channel, descriptors)))
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     monkeypatch.setenv("MINE", "1")
+    # To ask for the usual method would choose it, and the notebook's own code could choose none any more.
+    asked = {True: "the notebook's own", False: "chosen by asking"}
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: asked[allow_none])
     (tmp_path / "logs").mkdir()
     rank = start(tmp_path, timeout=50.0, tap_timeout=4.0, buffer_budget=1 << 20, keep_budget=1 << 21)
     assert (started.method, started.was_started) == (LaunchOptions(1, 2).start_method, True)
@@ -103,6 +107,7 @@ def test_a_rank_gets_its_place_its_limits_and_the_notebooks_surroundings(
     # The processors are divided among the ranks of both sides.
     assert (spec.threads, spec.segment_size, spec.cwd) == (4, 4096, os.getcwd())
     assert spec.environ["MINE"] == "1"
+    assert spec.multiprocessing == "the notebook's own"
     assert spec.sys_path == sys.path
     assert spec.sys_path is not sys.path
     (ours, descriptors) = sent[0]

@@ -124,6 +124,11 @@ def test_batches_have_a_step_and_a_request_id_each() -> None:
     assert "rid" not in dict(ambient.get())
 
 
+def test_batches_outside_a_run_have_no_step(grafter: StandInGrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInGrafter, "moment", None)
+    assert [each.step for each in feed_batches(list, [("a", [1])])] == [None]
+
+
 @pytest.mark.usefixtures("grafter")
 def test_a_function_of_batches_may_be_an_expression_and_must_be_callable() -> None:
     (found,) = feed_batches("twice", [("a", [1, 2])])

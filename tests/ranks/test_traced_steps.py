@@ -73,6 +73,22 @@ def test_the_first_step_is_traced_and_nothing_is_left_in_the_loop_afterwards() -
     assert job.grafter.taken == ["doubled", "doubled"]
 
 
+def test_tensors_have_whole_fingerprints_in_the_taps_before_a_wanted_call() -> None:
+    grafter = Grafter()
+    traced = TracedSteps(TraceRequest([WantedCall("late", {}, 0, 0, 60)], frozenset()), 1, "target", grafter, grafter)
+    grafter.moment = (0, 1)
+    handler, near = traced.handler_at(1), []
+    for name in (*(f"h.{number}" for number in range(60)), "late", "after"):
+        handler.tap(name, torch.ones(2), None, {})
+        assert traced._tracer is not None
+        near.append(traced._tracer.recorder.is_near)
+    traced.end()
+    first = near.index(True)
+    # The order of the wanted call is approximate.
+    assert 0 < first < 50
+    assert near == [*[False] * first, *[True] * (61 - first), False]
+
+
 def test_a_trace_of_several_steps_has_the_wanted_call_of_each() -> None:
     job = Job(steps=3)
     # The first of them is a multiple of their number.
@@ -80,6 +96,14 @@ def test_a_trace_of_several_steps_has_the_wanted_call_of_each() -> None:
         job.step()
     found = [[operation.name for operation in each.operations] for each in job.found() or [] if each is not None]
     assert found == [["arange", "add", "mul"]] * 3
+
+
+def test_a_wanted_tap_of_no_tensor_has_no_trace() -> None:
+    job = Job()
+    assert job.step(lambda x: 3) == 3  # type: ignore[arg-type,return-value,comparison-overlap]
+    job.step()
+    assert job.found() == [None]
+    assert job.grafter.taken == ["doubled", "doubled"]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -26,6 +26,8 @@ def test_taps_in_opposite_order_are_left_out_of_the_swap() -> None:
 
 def test_a_one_sided_tap_blocks_no_swap() -> None:
     assert deadlocking_taps({("b", None)}, order("ab"), order("b")) == set()
+    assert deadlocking_taps({("b", None)}, order("ab"), order("a")) == set()
+    assert deadlocking_taps({("b", None)}, order("a"), order("ab")) == set()
 
 
 def test_a_tap_that_one_rank_lacks_is_left_out_before_one_that_waits() -> None:

@@ -100,6 +100,9 @@ def test_nothing_is_said_where_the_first_rows_are_late_or_rounding_grows() -> No
     assert found({50: {0: 0.1, 1: 0.2}}) is None
     assert found({step: {0: 1e-5 * (step + 1), 1: 1e-5 * (step + 1)} for step in range(12)}) is None
     assert found({0: {}, 1: {}}) is None
+    # Which update of the steps between moved the weights apart is not known.
+    assert found({0: {}, 2: {0: 0.1, 1: 0.2}}) is None
+    assert found({0: {}, 2: {0: 0.1}}) is None
 
 
 def test_steps_after_a_graft_prove_nothing() -> None:

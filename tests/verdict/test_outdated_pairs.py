@@ -22,7 +22,8 @@ OLD = OutdatedPair("layers.0.k", "blocks.0.q", "same", 1e-7, 0.5)
 
 
 def test_a_target_that_now_has_a_tap_of_that_name_was_fixed() -> None:
-    planned, present = [Pair("layers.0.k", "blocks.0.q")], [Pair("layers.0.q", "blocks.0.q")]
+    planned = [Pair("layers.0.k", "blocks.0.q")]
+    present = [Pair("layers.0.v", "blocks.0.v"), Pair("layers.0.q", "blocks.0.q")]
     (found,) = with_present_partners([OLD], planned, present)
     assert (found.present, found.is_mended) == ("has the values of layers.0.q", True)
     said = learned_from_other_code([found, replace(found, target="blocks.1.q")])

@@ -51,6 +51,9 @@ def test_outputs_up_to_twice_their_median_are_not_named() -> None:
         f"layers.{n}.up": pytest.approx(2 * 0.036 / 5) for n in range(4)
     }
     assert modules.text[1].startswith("From equal inputs, 3 of 4 outputs of such modules differ by 0.036, most at ")
+    apart = [row(f"layers.{n}.up", size, status="grafted") for n, size in enumerate((0.03, 0.04, 0.036, 0.032))]
+    said = found([weight(n) for n in range(4)], apart).text[1]
+    assert "4 of 4 outputs of such modules differ by 0.03 to 0.04, most at layers.1.up." in said
 
 
 def test_outputs_that_are_equal_are_said_to_be() -> None:

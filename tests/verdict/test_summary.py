@@ -93,6 +93,8 @@ def test_whole_numbers_that_represent_fractions_may_round(dtype: str, cast: str 
 def test_the_step_is_named_if_a_run_has_several() -> None:
     rows = frame({"name": "a", "step": 4}, {"name": "a", "step": 5, "rel_l2": 1.0})
     assert differences(rows)[0].startswith("first divergent: a on target[0] in step 5: rel_l2 1.00e+00")
+    # The only step needs no name.
+    assert "in step" not in " ".join(differences(rows[rows["step"] == 5]))
 
 
 def test_grafted_taps_are_not_divergent() -> None:
@@ -154,6 +156,7 @@ def test_rows_without_a_finite_pair_are_reported() -> None:
     assert first.startswith("first divergent: a on target[0]: 64 of 64")
     assert first.endswith("; so are elements of 2 more rows")
     assert more == []
+    assert differences(rows[:2])[0].endswith("; so are elements of 1 more row")
 
 
 def test_rows_of_equal_nans_are_reported_as_not_compared() -> None:

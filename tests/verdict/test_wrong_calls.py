@@ -43,6 +43,10 @@ def test_a_tag_that_alone_decides_is_named_with_its_rule() -> None:
     assert words([{"phase": p, "t": t} for p in ("prefill", "decode") for t in range(3)], {3, 4, 5}) == (
         " in calls with phase=decode (1 of 2 values)"
     )
+    # Values that have no order among themselves.
+    assert words([{"phase": p, "t": t} for p in (0, "decode", "prefill") for t in range(3)], {3, 4, 5}) == (
+        " in calls with phase=decode (1 of 3 values)"
+    )
 
 
 def test_steps_from_one_on_are_a_range() -> None:
