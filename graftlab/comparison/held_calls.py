@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from graftlab.base.tap_groups import kind_of, kind_of_group
+from graftlab.base.tap_groups import group_of, kind_of, kind_of_group
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.base.text import counted, first_of
 from graftlab.base.world import other_side
@@ -321,13 +321,22 @@ def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal)
     for pair in proposal.pairs:
         # Some taps have the target's name in a verdict.
         modules[TapCallName.of(pair.target).name].add(TapCallName.of(pair.baseline).name)
-    for name in named["name"]:
-        if not any(weight.startswith(f"{each}.") for weight in alone for each in (name, *modules[name])):
+    merged: dict[str, None] = {}
+    for name, group in zip(named["name"], named["group"], strict=True):
+        own = [name, *modules[name]]
+        # A folded batch norm is a module beside the one that has its scale now.
+        beside = [each.rpartition(".")[0] for each in own if "." in each]
+        if any(weight.startswith(f"{each}.") for weight in alone for each in own):
+            merged[group] = None
+            continue
+        found = [weight.rpartition(".")[0] for weight in alone if any(weight.startswith(f"{each}.") for each in beside)]
+        if not found:
             return None
+        merged.update(dict.fromkeys(map(group_of, found)))
     return (
-        f"Weights of {first_of(list(dict.fromkeys(named['group'])))} have no partner, as where the target has merged "
-        f"them with others. Their rounding to {' and '.join(dtypes)} may explain what follows (up to "
-        f"{named['added'].max():.2g}), and so may a mistake. Merge them on both sides, or compare both in float32."
+        f"Weights of {first_of([*merged])} have no partner, as where the target has merged them with others. Their "
+        f"rounding to {' and '.join(dtypes)} may explain what follows (up to {named['added'].max():.2g}), and so may a "
+        "mistake. Merge them on both sides, or compare both in float32."
     )
 
 

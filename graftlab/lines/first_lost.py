@@ -435,7 +435,9 @@ class _Side:
         excused: set[int] = set()
         # What is only multiplied by zero, such as the decay of an empty state, makes no difference.
         hides = {
-            each.index for each in self.trace.operations if each.outputs and all(map(self._is_constant, each.outputs))
+            each.index
+            for each in self.trace.operations
+            if each.outputs and all(map(self._flow.is_constant, each.outputs))
         }
         for each in reversed(lost):
             # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,

@@ -363,7 +363,8 @@ def test_a_mistake_that_only_float32_shows_is_the_answer() -> None:
     [
         (0.002, "0.q.lora_A.weight[kind=param]", "culprit", "inconclusive"),
         (0.005, "0.q.lora_A.weight[kind=param]", "culprit", "differ"),
-        (0.002, "0.q2.weight[kind=param]", "culprit", "differ"),
+        (0.002, "q2.weight[kind=param]", "culprit", "differ"),
+        (0.002, "1.q.weight[kind=param]", "culprit", "differ"),
         (0.002, "0.q.base", "culprit", "differ"),
         (0.002, "0.q.lora_A.weight[kind=param]", "clean", "agree"),
     ],
@@ -380,6 +381,14 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     # A verdict may name the tap as the target does.
     wide = Verdict(found("x", label=label, ratio=9.0, added=added), 5)
     assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
+
+
+def test_a_module_beside_the_named_one_may_have_been_folded_into_it() -> None:
+    wide = Verdict(found("stem.conv", label="culprit", ratio=9.0, added=0.002), 5)
+    proposal = Proposal((Pair("stem.conv", "x"),), {"stem.bn.weight[kind=param]": "no target tap has its values"})
+    answer, (said, _) = judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)
+    assert answer == "inconclusive"
+    assert said.startswith("Weights of stem.bn have no partner")
 
 
 @pytest.mark.parametrize(
