@@ -640,8 +640,9 @@ class _HeldInTurn:
             *(found.not_repeated, found.target_not_repeated),
         ]
         given = BEGINNINGS["input"]
-        is_of_inputs = {*found.named} <= {*found.inputs} and all(line.startswith(given) for line in found.data)
-        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not found.named:
+        named = {*found.named} - {*found.rounding.groups}
+        is_of_inputs = named <= {*found.inputs} and all(line.startswith(given) for line in found.data)
+        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not named:
             return []
         return chosen_tokens(self._before, self._newest, self._choice.judging.threshold)
 
