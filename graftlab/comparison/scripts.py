@@ -619,6 +619,8 @@ class _HeldInTurn:
             if not all(each.is_tie for each in tokens):
                 return self._with(compared, (chosen,))
             # From equal tokens, this call agrees too.
+            if undecided := [*self._undecided.values(), *self._undecided_updates.values()]:
+                return self._with(undecided[0], (chosen, _AFTER_A_TIE), "inconclusive")
             return self._with(compared, (chosen, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1) if self._models or self._updates > 1 else ""
