@@ -62,6 +62,8 @@ _PAIRS_ALONE = (
     "All that was compared agrees, the output too, but pairs contradict their names or each other (below): if they are "
     "wrong, a mistake may show only from other inputs."
 )
+# Four roundings at random add about five times as much as one.
+_MOVED = 3.0
 _NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
@@ -166,7 +168,11 @@ def _in_more_bits(
         what = (
             "no tapped value explains the difference" if verdict.findings.unexplained else "the calls agree to rounding"
         )
-        merged = None if proposal is None else _merged_weights(found, narrow, proposal)
+        merged = None
+        if proposal is not None:
+            merged = _merged_weights(found, narrow, proposal) or _rounded_alone(
+                repeats, found, choice, proposal, is_first
+            )
         said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
         return wide, [merged, said] if merged else [said], merged is not None
     if found.is_rounding_possible and found.named:
@@ -337,6 +343,31 @@ def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal)
         f"Weights of {first_of([*merged])} have no partner, as where the target has merged them with others. Their "
         f"rounding to {' and '.join(dtypes)} may explain what follows (up to {named['added'].max():.2g}), and so may a "
         "mistake. Merge them on both sides, or compare both in float32."
+    )
+
+
+def _rounded_alone(
+    repeats: Repeats, wide: Findings, choice: JudgingChoice, proposal: Proposal, is_first: bool
+) -> str | None:
+    """A sentence if other roundings of the target's weights and buffers without a partner, such as a table that the
+    baseline computes in each call, move all that differs in float32 about as far as it differs; else None.
+    """
+    named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
+    parsed = map(TapCallName.of, proposal.unmatched_target)
+    alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
+    if wide.unexplained or wide.data or not len(named) or not alone or wide.looked_in != "float32":
+        return None
+    try:
+        moved = repeats.in_float32(choice, is_first=is_first, rounded_otherwise=alone, explain=False)
+    except GraftError:
+        return None
+    added = moved.frame.groupby("group")["added"].max()
+    if not all(added.get(row["group"], 0.0) >= _MOVED * row["added"] for _, row in named.iterrows()):
+        return None
+    return (
+        f"The target alone has {first_of(alone)}, in 16 bits. With other roundings of them, what follows differs by "
+        "several times as much. So their rounding may explain it, where the baseline computes a table in each call, or "
+        "has apart what the target has merged; and so may a mistake. Compare both in float32."
     )
 
 

@@ -113,14 +113,17 @@ class Repeats:
         """Note that these calls are bit-equal, so that what they write is, too."""
         self.session.run(note_equal_call, note_equal_call)
 
-    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict:
+    def in_float32(
+        self, choice: JudgingChoice, *, is_first: bool, rounded_otherwise: Collection[str] = (), explain: bool = True
+    ) -> Verdict:
         """Judge these runs in float32.
 
         Calls whose numbers of 16 bits are out of reach, as in a function that makes its model, run in float64, operator
         by operator. Earlier calls may have rounded this call's inputs, such as a cache, differently, so the target
         reads the baseline's. Unless the call ``is_first``, a target's tensor without a partner counts as such an input,
         if earlier calls may have written it. It is read as they would have left it in float32, where both sides know
-        all of their state.
+        all of their state. The target's weights and buffers ``rounded_otherwise`` are moved by a few roundings, and so
+        is the state that earlier calls have computed with them.
 
         Raises :class:`NoCloserLookError` if the numbers of both sides do not pair, or the calls round even then, and
         :class:`SessionError` if the calls cannot run in float32.
@@ -152,13 +155,15 @@ class Repeats:
             with tempfile.TemporaryDirectory(prefix="graftlab-", dir=self.session.folder) as folder:
                 every = len(self.session.ranks)
                 nothing: list[dict[str, Tensor]] = [{}] * len(read.baseline)
+                moved = {each for path in rounded_otherwise for each in (path, path + WEIGHT)}
+                moved |= {*kept_of_target} if moved else set()
                 run = self.session.run(
                     partial(widen_call, nothing, ours, f"{folder}/baseline", every, kept=kept_of_baseline),
-                    partial(widen_call, numbers, theirs, f"{folder}/target", every, kept=kept_of_target),
+                    partial(widen_call, numbers, theirs, f"{folder}/target", every, kept_of_target, moved),
                 )
             failure = _failure(run)
             if failure is None:
-                return self.verdict(choice)
+                return self.verdict(choice, explain=explain)
             self.session.run(narrow_call, narrow_call)
             # A rank whose operators cannot run in float64 would keep the others waiting.
             if len(self.session.ranks) > 2 or _failure(self.session.run(widen_operators, widen_operators)) is not None:

@@ -622,6 +622,8 @@ class _HeldInTurn:
             if not all(each.is_tie for each in tokens):
                 return self._with(compared, (chosen,))
             # From equal tokens, this call agrees too.
+            if undecided := [*self._undecided.values(), *self._undecided_updates.values()]:
+                return self._with(undecided[0], (chosen, _AFTER_A_TIE), "inconclusive")
             return self._with(compared, (chosen, _AFTER_A_TIE), "agree")
         if self._since_update == 0 and self._updates:
             agreed = self._agreed(updates=self._updates - 1)
@@ -643,8 +645,9 @@ class _HeldInTurn:
             *(found.not_repeated, found.target_not_repeated),
         ]
         given = BEGINNINGS["input"]
-        is_of_inputs = {*found.named} <= {*found.inputs} and all(line.startswith(given) for line in found.data)
-        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not found.named:
+        named = {*found.named} - {*found.rounding.groups}
+        is_of_inputs = named <= {*found.inputs} and all(line.startswith(given) for line in found.data)
+        if self._before is None or self._newest is None or any(alone) or not is_of_inputs or not named:
             return []
         return chosen_tokens(self._before, self._newest, self._choice.judging.threshold)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -83,7 +83,9 @@ class StartedScripts(Repeats):
         """Let the target continue with the baseline's values after this update, now and in each later start."""
         self._kept.append(units)
 
-    def in_float32(self, choice: JudgingChoice, *, is_first: bool) -> Verdict:
+    def in_float32(
+        self, choice: JudgingChoice, *, is_first: bool, rounded_otherwise: Collection[str] = (), explain: bool = True
+    ) -> Verdict:
         """Raise :class:`NoCloserLookError`: each run starts the scripts again, with their own dtypes."""
         raise NoCloserLookError("the scripts are started again for each run, with their own dtypes")
 

@@ -34,7 +34,7 @@ from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
-from graftlab.ranks.widening import TrialOfRanks, WideTensors
+from graftlab.ranks.widening import NARROW, TrialOfRanks, WideTensors, rounded_at_random
 from graftlab.taps.calls import here, tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
@@ -406,19 +406,22 @@ class HeldCall:
         trial: TrialOfRanks | None = None,
         sharing: int = 1,
         kept: Collection[str] = (),
+        rounded_otherwise: Collection[str] = (),
     ) -> str | None:
         """Repeat the call from now on in float32 instead of 16 bits; returns the reason if that is impossible.
 
         ``numbers`` has values that replace those that the call would read, by path. Those of ``rounded`` are rounded to
         these dtypes, as the other side has them. State of the paths ``kept`` is as earlier calls would have left it in
-        float32, see :class:`Float32State`. With a ``trial``, all ranks of the side do the same, or none. The
+        float32, see :class:`Float32State`. Numbers of 16 bits of the paths ``rounded_otherwise`` are moved at random by
+        up to four roundings. With a ``trial``, all ranks of the side do the same, or none. The
         memory is shared with ``sharing`` ranks.
         """
-        reason = self._widened(numbers, rounded, trial or contextlib.nullcontext(), sharing, kept)
+        within = trial or contextlib.nullcontext()
+        reason = self._widened(numbers, rounded, within, sharing, kept, rounded_otherwise)
         if trial is not None and (failed := trial.end(reason)) is not None and reason is None:
             self.narrow()
             return failed
-        if reason is None and self._float32 is not None:
+        if reason is None and self._float32 is not None and not rounded_otherwise:
             # As the first repetition has left it; the next one restores it.
             self._float32.note(_numbers_in({**self._models, **self._state}))
         return reason
@@ -430,6 +433,7 @@ class HeldCall:
         within: contextlib.AbstractContextManager[object],
         sharing: int,
         kept: Collection[str],
+        rounded_otherwise: Collection[str],
     ) -> str | None:
         self._restore()
         if self._is_sharded():
@@ -444,6 +448,9 @@ class HeldCall:
             if path in read:
                 value = read[path].detach() if path not in numbers else numbers[path]
                 given[id(read[path])] = value.to(dtype).to(read[path].dtype)
+        for path in rounded_otherwise:
+            if path in read and (moved := read[path]).dtype in NARROW and own_part(moved) is moved:
+                given[id(moved)] = rounded_at_random(given.get(id(moved), moved.detach()), moved.dtype)
         try:
             self._wide = WideTensors(read.values(), given, sharing)
         except SessionError as error:
@@ -784,14 +791,16 @@ def widen_call(
     trial: str,
     ranks: int,
     kept: Collection[str] = (),
+    rounded_otherwise: Collection[str] = (),
 ) -> str | None:
     """Repeat the held call in float32; see :meth:`HeldCall.widen`. ``numbers`` has those of each rank of this side, and
     ``trial`` is the path of a file in which its ranks, if it has several, agree. ``ranks`` is the session's number.
     """
     me = here()
     if me is None or me.world_size == 1:
-        return held_call().widen(numbers[0], rounded, sharing=ranks, kept=kept)
-    return held_call().widen(numbers[me.rank], rounded, TrialOfRanks(trial, me.rank, me.world_size), ranks, kept)
+        return held_call().widen(numbers[0], rounded, None, ranks, kept, rounded_otherwise)
+    of_ranks = TrialOfRanks(trial, me.rank, me.world_size)
+    return held_call().widen(numbers[me.rank], rounded, of_ranks, ranks, kept, rounded_otherwise)
 
 
 def widen_operators() -> str | None:

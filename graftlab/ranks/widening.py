@@ -170,3 +170,9 @@ class TrialOfRanks(UntracedMode):
     def _post(self, place: str) -> None:
         self._count += 1
         self._store.set(f"{self._rank}/{self._count}", place)
+
+
+def rounded_at_random(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in float32, each moved at random by at most four roundings to a dtype of 16 bits."""
+    drawn = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(numbers.device)
+    return numbers.float() * (1 + 2 * torch.finfo(dtype).eps * (2 * drawn - 1))

@@ -392,6 +392,32 @@ def test_a_module_beside_the_named_one_may_have_been_folded_into_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("moved", "alone", "parts", "answer"),
+    [
+        (0.004, "rope.cs[kind=param]", {}, "inconclusive"),
+        (0.0012, "rope.cs[kind=param]", {}, "differ"),
+        (0.004, "rope.cs", {}, "differ"),
+        (0.004, "rope.cs[kind=param]", {"unexplained": ["The outputs differ."]}, "differ"),
+    ],
+)
+def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
+    moved: float, alone: str, parts: dict[str, Any], answer: str
+) -> None:
+    wide, other = (
+        Verdict(found("attn.o", label="culprit", ratio=9.0, added=added, **parts), 5) for added in (0.001, moved)
+    )
+    proposal = Proposal((Pair("attn.o", "x"),), {}, {alone: "no baseline tap has its values"})
+    runs = Runs(found(dtype="bfloat16"), match=proposal)
+    runs.in_float32 = Mock(side_effect=[wide, other])
+    comparison = runs.judge(held(), held(taps=("x",)))
+    assert comparison.answer == answer
+    begins = "The target alone has rope.cs, in 16 bits. "
+    assert any(each.startswith(begins) for each in comparison.remarks) is (answer == "inconclusive")
+    if answer == "inconclusive":
+        assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
+
+
+@pytest.mark.parametrize(
     ("parts", "equal"),
     [
         ({"dtype": "bfloat16", "added": 0.0}, True),

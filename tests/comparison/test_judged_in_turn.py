@@ -19,7 +19,7 @@ from graftlab.comparison.started_scripts import _not_seeded, how_started
 from graftlab.errors import SessionError
 from graftlab.ranks.held_call import CallDescription, ScriptEnd, keep_inputs
 from graftlab.ranks.held_update import UpdateDescription
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.wording import Findings, RoundingGroups
 
 
 def call(model: str = "Net", number: int = 1, **more: Any) -> CallDescription:
@@ -233,6 +233,9 @@ def test_tokens_are_compared_only_where_their_logits_were_and_nothing_else_diffe
     assert not tokens(inputs=["input.y@input"])
     assert not tokens(data=[*of_inputs["data"], "The weights already differ: w"])
     assert not tokens(frame=inputs.assign(label="clean"))
+    both = pd.DataFrame({"group": ["input.x@input", "o"], "label": ["culprit"] * 2})
+    assert not tokens(frame=both)
+    assert tokens(frame=both, rounding=RoundingGroups(("o",)))
     turns._newest = None
     assert not tokens()
     turns._before, turns._newest = None, (call(), call())

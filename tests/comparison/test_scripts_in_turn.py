@@ -345,6 +345,19 @@ def test_tokens_that_differ_clear_a_call_only_if_each_of_them_is_a_tie(
     assert result.remarks == ((said, scripts._AFTER_A_TIE) if answer == "agree" else (said,))
 
 
+def test_a_tie_does_not_clear_an_earlier_call_that_was_undecided(
+    monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
+) -> None:
+    monkeypatch.setattr(_HeldInTurn, "_chosen_tokens", lambda turns, compared: [SimpleNamespace(is_tie=True)])
+    monkeypatch.setattr(scripts, "sentence_on", lambda found, number, model: f"Tokens of call {number}, of {model}.")
+    found = of_scripts()
+    found.answers = {"call 1": replace(compared("inconclusive"), remarks=("A reason.",)), "call 3": "differ"}
+    result = found.judge(calls(3))
+    assert result.answer == "inconclusive"
+    said = "1 call of Net agrees. Call 1 can only be judged in part. Tokens of call 3, of Net."
+    assert result.remarks == (said, scripts._AFTER_A_TIE, "A reason.")
+
+
 def test_calls_before_differing_inputs_are_not_said_to_agree_if_one_was_undecided(
     of_scripts: Callable[..., Compared],
 ) -> None:

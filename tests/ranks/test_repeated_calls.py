@@ -15,6 +15,7 @@ from kit.grafters import become_rank
 from torch import Tensor, nn
 
 from graftlab.diffs.results import NamedTensors
+from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call
 from graftlab.ranks.held_call import (
@@ -385,6 +386,21 @@ def test_a_call_is_repeated_in_float32_from_given_numbers_and_then_from_its_own(
     assert model[0].weight.dtype == x.dtype == torch.bfloat16
 
 
+def test_numbers_of_16_bits_are_moved_by_a_few_roundings_in_float32() -> None:
+    model, x = net().bfloat16(), torch.ones(2)
+    held = of(lambda: model(x.to(model[0].weight.dtype)), model)
+    assert held.widen({}, {}) is None
+    wide = held()[""]
+    held.narrow()
+    path = f"0.weight{WEIGHT}"
+    assert path in held.dtypes()
+    assert held.widen({}, {}, rounded_otherwise=[path, "unknown"]) is None
+    apart = float((held()[""] - wide).detach().norm() / wide.detach().norm())
+    held.narrow()
+    assert 0 < apart < 20 * roundoff("bfloat16")
+    assert torch.equal(held()[""], held()[""])
+
+
 def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:
     model = net()
     held = of(lambda: model(torch.ones(2)), model)
@@ -443,16 +459,17 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
             trial: TrialOfRanks | None = None,
             sharing: int = 1,
             kept: Collection[str] = (),
+            rounded_otherwise: Collection[str] = (),
         ) -> str | None:
-            asked.append((numbers, rounded, trial is not None, sharing, kept))
+            asked.append((numbers, rounded, trial is not None, sharing, kept, rounded_otherwise))
             return None
 
     hold(Asked())
     first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
     for rank, size in ((0, 1), (1, 2)):
         monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
-        widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"})
-    assert asked == [(first, {}, False, 3, {"cache"}), (second, {}, True, 3, {"cache"})]
+        widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"}, {"table"})
+    assert asked == [(first, {}, False, 3, {"cache"}, {"table"}), (second, {}, True, 3, {"cache"}, {"table"})]
 
 
 def test_arguments_are_named_by_place_or_keyword() -> None:
