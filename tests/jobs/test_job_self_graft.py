@@ -154,7 +154,7 @@ def test_a_failure_in_a_self_graft_ends_graftlab_and_not_the_job(
     job.run_self_graft(RunSelfGraft(2, ("record",), budget=1 << 20))
     job.offer_plan(GraftPlan(version=2))
     job.step()
-    monkeypatch.setattr("graftlab.grafting.self_graft.plain_tensor", lambda shown: 1 / 0)
+    monkeypatch.setattr("graftlab.grafting.tap_records.plain_tensor", lambda shown: 1 / 0)
     value = torch.ones(4)
     assert job.tap("x", value, None, {}) is value
     assert [type(failure) for failure in failures] == [ZeroDivisionError]

@@ -153,8 +153,8 @@ def test_rows_of_misaligned_steps_allow_no_conclusion(monkeypatch: pytest.Monkey
 def test_the_first_step_that_differs_is_sought_before_the_grafted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
 
-    def first(rows: Any, floors: Any, threshold: float) -> Any:
-        steps.append((sorted(set(rows["step"])), floors.constant is not None, threshold))
+    def first(rows: Any, floors: Any, threshold: float, ranks: tuple[int, int]) -> Any:
+        steps.append((sorted(set(rows["step"])), floors.constant is not None, threshold, ranks))
         return SimpleNamespace(sentence="First in step 1.")
 
     monkeypatch.setattr(judge, "first_difference", first)
@@ -164,7 +164,7 @@ def test_the_first_step_that_differs_is_sought_before_the_grafted_one(monkeypatc
     assert found.job_remarks is not None
     assert found.job_remarks.first == ("First in step 1.",)
     verdict_of(grafted=GRAFTED.iloc[:0], ungrafted=ungrafted)
-    assert steps == [([1, 2], True, 5.0), ([1, 2, 3, 4], True, 5.0)]
+    assert steps == [([1, 2], True, 5.0, (1, 1)), ([1, 2, 3, 4], True, 5.0, (1, 1))]
 
 
 def test_inputs_that_differ_in_rows_are_data_and_name_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
