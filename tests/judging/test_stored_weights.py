@@ -46,3 +46,10 @@ def test_a_roll_is_found_along_each_dim_and_in_16_bits_but_not_among_equal_rows(
     ours = torch.eye(4)
     ours[2] = ours[0]
     assert _form(ours, ours.roll(1, 0), LIMIT) is None
+
+
+def test_a_weight_in_8_bits_is_compared_with_one_of_another_dtype() -> None:
+    weight = WEIGHT.view(16, 16)
+    codes = weight.to(torch.float8_e4m3fn)
+    assert _form(weight, codes, LIMIT) is None
+    assert _form(codes.float().roll(5, 0), codes, LIMIT) == "the baseline's rolled by 11 along dim 0"
