@@ -144,6 +144,7 @@ def _moved(grafted: pd.DataFrame, threshold: float) -> set[tuple[str, int]]:
     """The taps, with their ranks, that differ by more than rounding in a run in which every tap was grafted."""
     found = set()
     for row in measured_rows(grafted):
-        if row["rel_l2"] is not None and row["rel_l2"] > threshold * assumed_floor([row["dtype"]])[0]:
+        limit = threshold * assumed_floor([row["dtype"]])[0]
+        if row["nonfinite_differ"] or (row["rel_l2"] is not None and row["rel_l2"] > limit):
             found.add((row["name"], row["rank"]))
     return found
