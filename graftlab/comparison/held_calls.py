@@ -175,12 +175,12 @@ def _in_more_bits(
             )
         said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
         return wide, [merged, said] if merged else [said], merged is not None
-    if found.is_rounding_possible and found.named:
-        chosen = next(each for each in found.lines if each.chooses)
+    if found.is_rounding_possible and found.choices:
+        chosen = found.choices[0]
         sentence = (
             f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ from a choice on "
             f"({chosen.operation.partition('(')[0]}, {chosen.stack[0]}): rounding may have made what it chooses from "
-            "equal or changed its order, or the target rounds more."
+            "equal or changed its order, or the target rounds more, or has other code for 16 bits."
         )
         return wide, [sentence], False
     if not found.unexplained:
@@ -389,9 +389,9 @@ def _differing_numbers(baseline: Sequence[CallDescription], target: Sequence[Cal
 
 
 def _in_training_alone(baseline: CallDescription, target: CallDescription) -> list[str]:
-    """A sentence if dropouts or batch norms are in training mode on one side, and the other's model is not."""
+    """A sentence if dropouts or batch norms are in training mode on one side, and nothing is on the other."""
     for side, own, other in (("target", target, baseline), ("baseline", baseline, target)):
-        if own.in_training and not other.is_training:
+        if own.in_training and not (other.in_training or other.is_training):
             verb = "is" if len(own.in_training) == 1 else "are"
             return [
                 f"On the {side} {first_of(list(own.in_training))} {verb} in training mode, and the "
@@ -487,7 +487,7 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
     if not rounding_may_hide_mistakes(verdict):
         if frame["dtype"].isin(_NARROW).any() and answer_of(found, True, True) == "agree":
             repeats.note_equal()
-        if not (found.begins_at_choices and frame["dtype"].isin(_NARROW).any()):
+        if not (found.choices and frame["dtype"].isin(_NARROW).any()):
             return None
     wide = repeats.in_float32(choice, is_first=is_first)
     # What the call is given stays in 16 bits where only its operators compute in more.

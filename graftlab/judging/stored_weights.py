@@ -99,12 +99,14 @@ def _form(baseline: torch.Tensor, target: torch.Tensor, limit: float) -> str | N
     """What makes the one weight from the other up to this error, in words: a factor and a constant, or a roll."""
     if baseline.shape != target.shape or baseline.is_complex() or target.is_complex():
         return None
-    if (rolled := _roll(baseline.detach(), target.detach())) is not None:
+    # torch compares no float8 with another dtype.
+    ours, theirs = (each.detach().double() for each in (baseline, target))
+    if (rolled := _roll(ours, theirs)) is not None:
         return f"the baseline's rolled by {rolled[0]} along dim {rolled[1]}"
     # The rounding of 16 bits hides a wrong number.
     if limit > 2 * _OF_32_BITS:
         return None
-    ours, theirs = (each.detach().double().flatten() for each in (baseline, target))
+    ours, theirs = ours.flatten(), theirs.flatten()
     spread = ours - ours.mean()
     factor = float(spread @ theirs / (spread @ spread))
     if not math.isfinite(factor):
@@ -142,6 +144,7 @@ def _moved(grafted: pd.DataFrame, threshold: float) -> set[tuple[str, int]]:
     """The taps, with their ranks, that differ by more than rounding in a run in which every tap was grafted."""
     found = set()
     for row in measured_rows(grafted):
-        if row["rel_l2"] is not None and row["rel_l2"] > threshold * assumed_floor([row["dtype"]])[0]:
+        limit = threshold * assumed_floor([row["dtype"]])[0]
+        if row["nonfinite_differ"] or (row["rel_l2"] is not None and row["rel_l2"] > limit):
             found.add((row["name"], row["rank"]))
     return found

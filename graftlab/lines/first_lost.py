@@ -433,12 +433,13 @@ class _Side:
         follows, drawn = self._flow.follows_inputs, self._flow.drawn_data()
         readers = self._flow.readers()
         excused: set[int] = set()
-        # What is only multiplied by zero, such as the decay of an empty state, makes no difference.
+        # What is only multiplied by zero, such as the decay of an empty state, makes no difference where the other side
+        # has the product, or what it becomes. One that is lost may be wrongly zero.
         hides = {
             each.index
             for each in self.trace.operations
             if each.outputs and all(map(self._flow.is_constant, each.outputs))
-        }
+        } - {each.index for each in lost}
         for each in reversed(lost):
             # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,
             # which are data, count.

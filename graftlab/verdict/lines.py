@@ -131,6 +131,8 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
 def _drawn(first: Sequence[DifferingLine]) -> list[str]:
     """A sentence if the first lines of both sides, or of one side alone, draw random numbers."""
     sides = [each.side for each in first if each.is_random]
+    if len(sides) == 2 and len({each.operation for each in first}) > 1:
+        return ["Both sides draw random numbers there, by different operations or with other arguments."]
     if len(sides) == 2:
         return [
             "Both sides draw random numbers there, and not the same ones: seed both alike before this call, and "
@@ -148,10 +150,11 @@ def first_places(lines: Sequence[DifferingLine], groups: Sequence[str]) -> tuple
     return tuple((each.side, each.file, each.line, each.source) for each in shown)
 
 
-def begin_at_choices(lines: Sequence[DifferingLine], groups: Sequence[str]) -> bool:
-    """Whether each of these groups has lines, the first of which choose among values by their order on a side."""
+def first_choices(lines: Sequence[DifferingLine], groups: Sequence[str]) -> list[DifferingLine]:
+    """The first lines of these groups that choose among values by their order; none if a group has no such line."""
     shown = [_first_of_sides([each for each in lines if each.group == group]) for group in groups]
-    return bool(shown) and all(any(each.chooses for each in found) for found in shown)
+    chosen = [[each for each in found if each.chooses] for found in shown]
+    return [each for found in chosen for each in found] if all(chosen) else []
 
 
 def explained_by_code(lines: Sequence[DifferingLine]) -> set[str]:

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -87,9 +88,9 @@ def require(frame: pd.DataFrame, *columns: str) -> None:
 
 def require_floor(noise_floor: object) -> None:
     """Raise ValueError for a noise floor that no difference can be compared with."""
-    if noise_floor is not None and not (
-        isinstance(noise_floor, (int, float)) and not isinstance(noise_floor, bool) and noise_floor >= 0
-    ):
+    if noise_floor is None:
+        return
+    if isinstance(noise_floor, bool) or not (isinstance(noise_floor, Real) and float(noise_floor) >= 0):
         raise ValueError(
             "noise_floor must be a number of at least 0, the largest difference that counts as rounding, not "
             f"{noise_floor!r}"

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
+from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.names import similarity
@@ -45,8 +46,8 @@ def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str
     for row in records(grafted):
         if row["matched_by"] not in _BY_VALUE or row["name"] in given or pd.isna(row["match_rel"]):
             continue
-        if own_tags(row["tags"]).get("updated"):
-            # An optimizer's step has changed the weight since the match.
+        if own_tags(row["tags"]).get("updated") or kind_of(row["tags"]) in ("grad", "param_grad"):
+            # An optimizer's step has changed the weight since the match, which has compared no gradients.
             continue
         dtype = getattr(torch, row["dtype"], torch.float32)
         # Without a pair of finite numbers nothing is known of the values.

@@ -8,8 +8,9 @@ import pandas as pd
 import torch
 
 from graftlab.base.tags import own_tags
-from graftlab.base.tap_groups import is_data
+from graftlab.base.tap_groups import is_data, kind_of
 from graftlab.base.text import counted
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import LayoutError
 from graftlab.layouts import Layout
 from graftlab.matching.contradictions import in_groups, in_part, odd_layouts, other_parts, other_roles
@@ -19,6 +20,8 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
 
 _MOST_SHOWN = 4
+# The standard deviation of equal numbers, beside their mean.
+_SPREAD = 1e-6
 
 
 def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
@@ -34,8 +37,10 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
         if pair.layout.steps and _keeps_shape(pair.layout, shapes.get(pair.target)):
             rearranged.setdefault(pair.layout.text, {})[pair.target] = pair.baseline
     alone = set(rows.loc[(rows["side"] == "baseline") & (rows["status"] == "unmatched"), "name"]) if len(rows) else ()
-    # A module that computes the baseline's values reads its weights, and what it computes before, in the right order.
-    ordered = {pair.target for pair in pairs if pair.layout.on_leading_dims() is not None}
+    # A module that computes the baseline's values reads its weights, and what it computes before, in the right order,
+    # unless it reads equal numbers, whose order shows nothing.
+    in_order = {pair.target for pair in pairs if pair.layout.on_leading_dims() is not None}
+    ordered = set() if _has_constants(rows) else in_order
     roles = other_roles(pairs)
     names = {each.tap for each in roles}
     # Weights that are all ones or zeros, as a new norm's are, never match by value, and no part is read before them.
@@ -90,6 +95,16 @@ def pairs_of(rows: pd.DataFrame, plan: GraftPlan) -> list[Pair]:
                 pair = Pair(pairing.baseline_name, pairing.target_name, rule.parsed, rule.whole)
                 pairs[pair.baseline, pair.target, rule.layout] = pair
     return list(pairs.values())
+
+
+def _has_constants(rows: pd.DataFrame) -> bool:
+    """Whether a value or an input of the baseline has nothing but equal numbers, such as ``torch.ones``."""
+    equal = rows[(rows["numel"] > 1) & (rows["std_baseline"] <= _SPREAD * rows["mean_baseline"].abs())]
+    # Whole numbers and masks are often equal.
+    return any(
+        roundoff(str(dtype)) > 0 and kind_of(tags) in (None, "input")
+        for dtype, tags in zip(equal["dtype"], equal["tags"], strict=True)
+    )
 
 
 def _shapes(rows: pd.DataFrame) -> dict[str, Sequence[int]]:

@@ -20,7 +20,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED, records
 from graftlab.verdict.causes import Causes, effects_in_words
 from graftlab.verdict.hints import Hint
-from graftlab.verdict.lines import DifferingLine, begin_at_choices, first_places, lines_in_words
+from graftlab.verdict.lines import DifferingLine, first_choices, first_places, lines_in_words
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import (
     NOT_EXAMINED,
@@ -148,12 +148,14 @@ class Findings:
     @property
     def is_rounding_possible(self) -> bool:
         """Whether rounding may have changed a choice, which explains what differs: in more bits the calls agree."""
-        return self.in_float32 is not None and (self.begins_at_choices if self.named else self.only_without_grafts)
+        is_named = bool({*self.named} - {*self.rounding.groups})
+        return self.in_float32 is not None and (bool(self.choices) if is_named else self.only_without_grafts)
 
     @property
-    def begins_at_choices(self) -> bool:
-        """Whether all named groups differ from a line on that chooses among values, such as a router's ``topk``."""
-        return not self.data and begin_at_choices(self.lines, [*{*self.named} - {*self.rounding.groups}])
+    def choices(self) -> list[DifferingLine]:
+        """The lines that choose among values, such as a router's ``topk``, if all named groups differ from one on."""
+        groups = [each for each in self.named if each not in self.rounding.groups]
+        return [] if self.data else first_choices(self.lines, groups)
 
     @property
     def named(self) -> list[str]:

@@ -73,6 +73,9 @@ def test_a_near_tie_is_found_in_arguments_and_logits_of_other_names_and_shapes()
     # Of those, only one that is the largest is known to be a choice.
     assert chosen_tokens(before, (call(ours, one), other_names(before[1], other + 1, theirs)), 5.0) == []
     assert chosen_tokens(before, (call(ours, one), other_names(before[1], one, theirs)), 5.0) == []
+    # Logits of another vocabulary are others.
+    smaller = before[0], replace(before[1], plain={"": theirs[:, -1, :-1]})
+    assert chosen_tokens(smaller, (call(ours, one), other_names(smaller[1], other, theirs)), 5.0) == []
 
 
 def test_a_token_flipped_by_one_wrong_logit_is_not_a_near_tie() -> None:

@@ -204,7 +204,10 @@ def losses(*values: float, aligned_by: str | None = "slice dim=0", **fields: Any
     ]
     hidden = [tap("hidden", 1, rank=rank, aligned_by=aligned_by) for rank in range(len(values))]
     finite = {"nonfinite_baseline": 0, "nonfinite_target": 0}
-    return averages_of_parts(to_frame([row._replace(**finite) for row in (*hidden, *rows)]), 1, len(values))
+    frame = to_frame([row._replace(**finite) for row in (*hidden, *rows)])
+    # Ranks of two baselines each have a part themselves.
+    assert averages_of_parts(frame, 2, len(values)) == []
+    return averages_of_parts(frame, 1, len(values))
 
 
 def test_an_average_over_ranks_is_one_number_of_ranks_that_share_a_batch() -> None:

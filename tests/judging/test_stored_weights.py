@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 import torch
+from kit.rows import row
 
 from graftlab.diffs.rounding import roundoff
-from graftlab.judging.stored_weights import _form
+from graftlab.judging.stored_weights import _form, stored_otherwise
+from graftlab.rows.store import to_frame
 
 LIMIT = 2 * roundoff("float32")
 WEIGHT = torch.randn(256, generator=torch.Generator().manual_seed(0))
@@ -46,3 +51,25 @@ def test_a_roll_is_found_along_each_dim_and_in_16_bits_but_not_among_equal_rows(
     ours = torch.eye(4)
     ours[2] = ours[0]
     assert _form(ours, ours.roll(1, 0), LIMIT) is None
+
+
+def test_a_weight_in_8_bits_is_compared_with_one_of_another_dtype() -> None:
+    weight = WEIGHT.view(16, 16)
+    codes = weight.to(torch.float8_e4m3fn)
+    assert _form(weight, codes, LIMIT) is None
+    assert _form(codes.float().roll(5, 0), codes, LIMIT) == "the baseline's rolled by 11 along dim 0"
+
+
+@pytest.mark.parametrize(
+    ("with_own", "is_right"), [({}, True), ({"rel_l2": 0.5}, False), ({"nonfinite_differ": 1}, False)]
+)
+def test_a_weight_is_of_another_form_only_if_its_module_agrees_with_it(
+    with_own: dict[str, Any], is_right: bool
+) -> None:
+    modules = ["layers.0.up", "layers.1.up"]
+    rows = [row(f"{each}.weight", rel_l2=0.5, own={"kind": "param"})._asdict() for each in modules]
+    with_baselines = [row(each, rel_l2=0.5) for each in modules]
+    runs = Mock(pair=Mock(return_value=(WEIGHT, 2 * WEIGHT)))
+    runs.both.side_effect = map(to_frame, [with_baselines, [row(modules[0]), row(modules[1], **with_own)]])
+    expected = {each["name"]: "the baseline's times 2" for each in rows} if is_right else {}
+    assert stored_otherwise(runs, rows, 5.0, agrees=False) == expected

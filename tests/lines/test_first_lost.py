@@ -252,6 +252,17 @@ def test_what_is_only_multiplied_by_zero_is_not_blamed() -> None:
     assert [each.operation.name for each in found.target] == ["native_layer_norm"]
 
 
+def test_a_product_that_is_wrongly_zero_does_not_excuse_what_leads_to_it() -> None:
+    def gated(x: Tensor, w: Tensor) -> Tensor:
+        return x * torch.sigmoid(x @ w)
+
+    def dead(x: Tensor, w: Tensor) -> Tensor:
+        return x * torch.relu(x @ w - 100)
+
+    found = compared(gated, dead, drawn(6, 8), drawn(8, 8, seed=1))
+    assert [each.operation.name for each in found.target] == ["sub", "relu", "mul"]
+
+
 def test_a_differing_constant_comes_before_its_readers() -> None:
     def angles(theta: float) -> Callable[[Tensor], Tensor]:
         def rotate(x: Tensor) -> Tensor:

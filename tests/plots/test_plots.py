@@ -427,6 +427,8 @@ def test_a_floor_that_nothing_can_be_compared_with_is_refused(floor: Any) -> Non
     for draw in (plots.first_divergent, plots.divergence, plots.over_steps):
         with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
             draw(frame(row()), noise_floor=floor)
+    # A number of numpy is one too.
+    assert plots.first_divergent(frame(row(rel_l2=0.1)), noise_floor=np.float32(1.0)) is None
 
 
 def test_missing_columns_of_only_some_figures_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,16 @@ def test_hooks_that_a_model_installs_in_a_call_are_gone_again_and_taps_stay() ->
             snapshot.restore()
         assert ([*net._forward_hooks], [*net._forward_pre_hooks]) == watching
         assert calls == ["before", "own"] * 2
+
+
+def test_hooks_of_sharding_stay_although_a_call_installs_them() -> None:
+    net = nn.Linear(2, 2)
+    snapshot = StateSnapshot([net])
+    net.register_forward_pre_hook(partial(partial(torch.distributed.is_available)))
+    net.register_forward_pre_hook(partial(print))
+    snapshot.restore()
+    (hook,) = net._forward_pre_hooks.values()
+    assert hook() == torch.distributed.is_available()
 
 
 def test_an_optimizer_keeps_hooks_that_were_installed_since() -> None:

@@ -378,3 +378,6 @@ def test_calls_that_one_rank_lacks_are_counted() -> None:
     # The stages of a pipeline have different layers, under one name or several.
     stages = [row("h", rank=rank, tags={"layer": layer}) for rank, layer in ((0, 0), (0, 1), (1, 2))]
     assert unseen_of(frame_of(*stages, row("embed", rank=0))) == []
+    # A recomputation in the backward pass is no call.
+    again = row("h", rank=0, order=9, status="recomputed")
+    assert not [each for each in unseen_of(frame_of(*(row("h", rank=rank) for rank in (0, 1)), again)) if "and" in each]

@@ -120,6 +120,9 @@ def test_gradients_of_a_part_of_the_batch_are_larger_by_the_number_of_ranks() ->
     assert alone.sentence.endswith("the first tap that differs is the gradient of y (by 1).")
     assert first_difference(frame, floors, 5.0, ranks=(1, 2)) is None
     assert first_difference(frame, floors, 5.0, ranks=(1, 4)) is not None
+    # As many ranks on both sides have equal parts, so that a gradient that is a little larger is wrong.
+    larger = to_frame(list(rows({0: {2: 0.001}}, taps)))
+    assert first_difference(larger, floors, 5.0, ranks=(2, 2)) is not None
     averaged = first_difference(wrong, floors, 5.0, ranks=(1, 2))
     assert averaged is not None
     assert averaged.sentence.endswith("the first tap that differs is the gradient of the weight w (by 0.5).")

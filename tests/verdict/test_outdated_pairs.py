@@ -102,6 +102,8 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
     )
     # The weight after an optimizer's step.
     assert found(tags={"name": "b2", "kind": "param", "updated": True}) == []
+    # The match has not compared the gradients.
+    assert found(tags={"name": "b2", "kind": "grad"}) == found(tags={"name": "b2", "kind": "param_grad"}) == []
     # A row whose dtype this torch does not have is held to the limit of float32.
     assert found(dtype="float4_of_a_later_torch") == found()
 

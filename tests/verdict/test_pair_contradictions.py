@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from kit.in_process import a_row
 
 from graftlab.plan.pairs import rules_from
 from graftlab.plan.plan import GraftPlan
@@ -146,6 +147,28 @@ def test_a_reordered_weight_is_right_if_its_module_has_the_values_in_order(
         {"baseline": "linear", "target": "proj", **module},
     ]
     assert bool(said_of(pairs, [64, 16])) == is_reported
+
+
+@pytest.mark.parametrize(
+    ("given", "is_reported"),
+    [
+        ({}, True),
+        ({"mean_baseline": -2.0, "std_baseline": 1e-8}, True),
+        ({"std_baseline": 0.1}, False),
+        # One number, whole numbers, and weights show nothing of the order either way.
+        ({"numel": 1}, False),
+        ({"dtype": "int64"}, False),
+        ({"tags": {"kind": "param"}}, False),
+    ],
+)
+def test_equal_numbers_do_not_show_in_which_order_a_module_reads_them(given: dict[str, Any], is_reported: bool) -> None:
+    pairs = [
+        {"baseline": "linear.weight", "target": "proj.weight", "layout": "a (b c) -> a (c b), c=8"},
+        {"baseline": "linear", "target": "proj"},
+    ]
+    usual = {"tags": {"kind": "input"}, "dtype": "float32", "numel": 8, "mean_baseline": 1.0, "std_baseline": 0.0}
+    rows = pd.concat([rows_of(pairs, [64, 16]), to_frame([a_row(name="x", **{**usual, **given})])])
+    assert bool(contradicting_pairs(rows, GraftPlan(pairs=rules_from(pairs)))) == is_reported
 
 
 def test_a_partner_unlike_the_other_layers_is_reported_where_the_usual_one_is_taken() -> None:

@@ -326,7 +326,7 @@ def line(group: str, side: Side, number: int = 7, *, confirmed: bool = False, **
 )
 def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine], begins: bool) -> None:
     found = Findings(pd.DataFrame({"group": ["a", "c"], "label": ["culprit", "inherited"]}), 5.0, 1, lines=lines)
-    assert found.begins_at_choices is begins
+    assert bool(found.choices) is begins
     assert not found.is_rounding_possible
     found = replace(found, in_float32=0.5)
     assert found.is_rounding_possible is begins
@@ -337,6 +337,22 @@ def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine],
     assert not replace(found, frame=also).is_rounding_possible
     rounding = RoundingGroups(("d",))
     assert replace(found, frame=also, rounding=rounding).is_rounding_possible is begins
+    # What only rounds differently explains no more than what is not named.
+    only_rounds = replace(found, frame=also[1:], rounding=rounding)
+    assert not only_rounds.is_rounding_possible
+    assert replace(only_rounds, only_without_grafts=True).is_rounding_possible
+
+
+def test_the_choice_that_is_shown_is_a_first_line_of_a_named_group() -> None:
+    after = line("a", "target", 9, operation="argsort(f32[4])")
+    first = line("a", "baseline", operation="topk(f32[4], 1)")
+    lines = [
+        line("b", "target", operation="argmax(f32[4])"),
+        line("a", "target", operation="silu(f32[4])"),
+        *(after, first),
+    ]
+    found = Findings(pd.DataFrame({"group": ["a", "b"], "label": ["culprit", "inherited"]}), 5.0, 1, lines=lines)
+    assert found.choices == [first]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +361,11 @@ def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine],
         (
             [line("a", "target", is_random=True), line("a", "baseline", is_random=True)],
             "Both sides draw random numbers",
+        ),
+        # A dropout of another probability draws from equal generators too.
+        (
+            [line("a", side, operation=f"bernoulli_(f32[4], 0.{len(side)})", is_random=True) for side in SIDES],
+            "Both sides draw random numbers there, by different operations or with other arguments.",
         ),
         ([line("a", "target", is_random=True)], "Only the target draws random numbers there"),
         ([line("a", "baseline", is_random=True)], "Only the baseline draws random numbers there"),
