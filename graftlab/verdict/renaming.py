@@ -47,22 +47,22 @@ def pairing_advice(frame: pd.DataFrame, of_jobs: bool) -> str | None:
 
     ``of_jobs`` means that the sides are jobs, which a match records in the steps that they make anyway.
     """
-    if (frame["status"] == "failed").any():
-        return "The taps that both sides have could not be compared, for the reason below"
+    failed = "The taps that both sides have could not be compared, for the reason below"
+    has_failed = bool((frame["status"] == "failed").any())
     ours, theirs = (
         set(frame.loc[(frame["status"] == status) & (frame["side"] == side), "name"])
         for side, status in (("baseline", "unmatched"), ("target", "missing"))
     )
     if not ours or not theirs or ours & theirs:
-        return None
+        return failed if has_failed else None
+    what = f"{failed}, and the others have no name in common"
+    if not has_failed:
+        what = "Both sides have taps, and none of their names are equal"
     rename = suggested_rename(frame)
     if rename is not None:
-        return f"Both sides have taps, and none of their names are equal: {rename}"
+        return f"{what}: {rename}"
     magic, call = ("%graft match", "session.match()") if of_jobs else ("%graft match EXPR", "session.match(...)")
-    return (
-        f"Both sides have taps, and none of their names are equal: pair them by value with {magic}, or with {call}, "
-        "and apply the result with session.edit(pairs=...)"
-    )
+    return f"{what}: pair them by value with {magic}, or with {call}, and apply the result with session.edit(pairs=...)"
 
 
 def _rule(names: Collection[str], others: Collection[str]) -> tuple[str, str, int, str] | None:

@@ -66,6 +66,9 @@ def test_sides_that_share_no_name_are_advised_to_rename_or_to_match() -> None:
 def test_taps_that_no_transform_fits_are_not_to_be_added() -> None:
     said = pairing_advice(run(["q"], ["q"], status="failed"), of_jobs=False)
     assert said == "The taps that both sides have could not be compared, for the reason below"
+    others = pd.concat([run(["q"], [], status="failed"), run(["a", "b", "c"], ["x", "y", "z"])])
+    advice = str(pairing_advice(others, of_jobs=False))
+    assert advice.startswith(f"{said}, and the others have no name in common: pair them by value with %graft match EX")
 
 
 def test_sides_that_share_a_name_or_have_no_taps_get_no_advice() -> None:
