@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from types import ModuleType
 from typing import TypeVar
@@ -14,6 +14,9 @@ from typing import TypeVar
 from graftlab.errors import WaitInterrupted
 
 T = TypeVar("T")
+
+# An interrupt that arrives just before a wait begins does not end it, so it is ended by the next one.
+_LONGEST = 0.2
 
 
 def uninterrupted(what: str, call: Callable[[], T]) -> T:
@@ -34,6 +37,8 @@ def uninterrupted(what: str, call: Callable[[], T]) -> T:
             threading.Thread(target=work, name="graftlab-uninterrupted", daemon=True).start()
         except RuntimeError:  # the interpreter is shutting down and starts no threads
             work()
+        while not wait([result], _LONGEST).done:
+            pass
         return result.result()
     except KeyboardInterrupt:
         raise WaitInterrupted(f"stopped waiting until {what}; that continues") from None

@@ -40,7 +40,7 @@ def _stays(hook: Any) -> bool:
     """Whether this is a hook of graftlab's taps, or of torch's sharding, whose state is not brought back either."""
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(("graftlab.", "torch.distributed."))
+    return f"{getattr(hook, '__module__', '')}.".startswith(("graftlab.", "torch.distributed."))
 
 
 class StateSnapshot:
