@@ -221,7 +221,7 @@ def averages_not_named(names: Collection[str]) -> list[str]:
         return []
     return [
         f"{first_of(list(names), _MOST_SHOWN)} on each rank of the target: only the average over the ranks is the "
-        "baseline's, as of a loss of which each rank has its part of the batch."
+        "baseline's, as where each rank has the loss of its part of the batch."
     ]
 
 

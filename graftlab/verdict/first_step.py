@@ -79,7 +79,7 @@ _JUMP = 10.0
 
 
 def _is_of_a_part(row: dict[str, Any], factor: float, limit: float) -> bool:
-    """Whether a row is the gradient of a value of which this rank has a part of the batch."""
+    """Whether a row is the gradient of a value that this rank has for its part of the batch alone."""
     return factor != 1 and kind_of(row["tags"]) == "grad" and is_scaled(row, factor, limit)
 
 
@@ -151,7 +151,7 @@ _MOST_SHOWN = 6
 def explained_by_weights(
     frame: pd.DataFrame, named: Sequence[str], weights: Sequence[Mapping[str, Any]], threshold: float
 ) -> list[str]:
-    """The named groups of values that add no more than their own modules' weights explain, which have diverged.
+    """The named groups of values that add only as much as the divergence of their own modules' weights explains.
 
     ``frame`` is that of a verdict, ``weights`` are the rows of the weights that differ. A weight is its module's own,
     or that of the next module outside of it that has a tap.

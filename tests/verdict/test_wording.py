@@ -337,7 +337,7 @@ def test_rounding_may_change_what_begins_at_a_choice(lines: list[DifferingLine],
     assert not replace(found, frame=also).is_rounding_possible
     rounding = RoundingGroups(("d",))
     assert replace(found, frame=also, rounding=rounding).is_rounding_possible is begins
-    # What only rounds differently explains no more than what is not named.
+    # What only rounds differently explains nothing either.
     only_rounds = replace(found, frame=also[1:], rounding=rounding)
     assert not only_rounds.is_rounding_possible
     assert replace(only_rounds, only_without_grafts=True).is_rounding_possible
