@@ -100,10 +100,11 @@ class Matcher:
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
         self._known: KnownStrides = {}
-        # With the number of pairs for which they were made.
-        self._names: dict[Side, tuple[int, set[str]]] = {}
-        self._alone: dict[Side, tuple[int, set[str]]] = {}
-        self._wholes: dict[tuple[Side, int], tuple[int, list[RecordedTap]]] = {}
+        # The names of the taps that have a partner.
+        self._paired: dict[Side, set[str]] = {"baseline": set(), "target": set()}
+        # What `_possible_wholes` has found since the last pair was added.
+        self._alone: dict[Side, set[str]] = {}
+        self._wholes: dict[tuple[Side, int], list[RecordedTap]] = {}
         # For each place in a model: the places of this side's taps that contain its taps.
         self._wholes_of: dict[tuple[Side, str], set[str]] = defaultdict(set)
         # For each place in a model: the number of its taps that are part of no tap of this side.
@@ -279,7 +280,7 @@ class Matcher:
         sureness: Sureness = "exact" if found.exact else "near"
         if found.sampled:
             note = f"{note}; only extreme values compared" if note else "only extreme values compared"
-        self.pairs.append(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
+        self.add(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
 
     def match_parts(self) -> None:
         """Match each remaining tap with a tap of the other side that it is a part, or a repetition, of."""
@@ -325,24 +326,21 @@ class Matcher:
 
     def _possible_wholes(self, whole: Side, numel: int) -> tuple[set[str], list[RecordedTap]]:
         """The taps that may contain a tap of this size, those without a partner of equal size first."""
-        count, alone = self._alone.get(whole, (-1, set()))
-        if count != len(self.pairs):
+        if whole not in self._alone:
             # A tap without a partner of equal size is more likely to consist of parts.
-            alone = {tap.name for tap in self.left(whole)} | {
+            self._alone[whole] = {tap.name for tap in self.left(whole)} | {
                 getattr(pair, whole) for pair in self.pairs if pair.layout.steps and pair.layout.leaves_out
             }
-            self._alone[whole] = len(self.pairs), alone
-        count, outer = self._wholes.get((whole, numel), (-1, []))
-        if count != len(self.pairs):
+        alone = self._alone[whole]
+        if (whole, numel) not in self._wholes:
             taps = self.baseline if whole == "baseline" else self.target
             outer = [
                 other
                 for other in taps.values()
                 if (other.sketch.numel != numel if whole == "baseline" else other.sketch.numel > numel)
             ]
-            outer.sort(key=lambda each: (each.name not in alone, each.sketch.numel))
-            self._wholes[whole, numel] = len(self.pairs), outer
-        return alone, outer
+            self._wholes[whole, numel] = sorted(outer, key=lambda each: (each.name not in alone, each.sketch.numel))
+        return alone, self._wholes[whole, numel]
 
     def _best_part(self, inner: RecordedTap, whole: Side) -> None:
         if inner.sketch.constant:
@@ -386,7 +384,7 @@ class Matcher:
         for pair in pairs:
             tap, other = self.target.get(pair.target), self.baseline.get(pair.baseline)
             if tap is not None and other is not None and not self.has(pair.target, "target"):
-                self.pairs.append(replace(pair, sureness="rule", rel=applied(pair.layout, other, tap)))
+                self.add(replace(pair, sureness="rule", rel=applied(pair.layout, other, tap)))
 
     def apply_rules(self, trusted: Sequence[Pair] = ()) -> None:
         for rule in rules_of([*trusted, *(pair for pair in self.pairs if pair.by_value)]):
@@ -408,7 +406,7 @@ class Matcher:
                         f"by the rule of {rule.seen} layers it would be {name}, which is paired with {partner}"
                     )
                     continue
-                self.pairs.append(self.by_rule(rule.example, rule.seen, other, tap))
+                self.add(self.by_rule(rule.example, rule.seen, other, tap))
             if rule.example.whole == "target" and rule.example.layout.leaves_out:
                 self._apply_rules_of_parts(rule)
 
@@ -442,9 +440,7 @@ class Matcher:
             other = best(tap, mine)
             if other is not None and best(other, theirs) is tap:
                 rel = applied(Layout(), other, tap)
-                self.pairs.append(
-                    Pair(other.name, tap.name, Layout(), "baseline", "guess", rel, "by name and shape alone")
-                )
+                self.add(Pair(other.name, tap.name, Layout(), "baseline", "guess", rel, "by name and shape alone"))
 
     def _share_elsewhere(self, rule: Rule, partner: str) -> bool:
         """Whether a tap like ``partner`` has the same baseline tap as a rule's example."""
@@ -460,32 +456,31 @@ class Matcher:
         left = {tap.name for tap in self.left("baseline")}
         for tap in self.target.values():
             if rule.covers(tap.name) and (name := rule.baseline_for(tap.name)) in left:
-                self.pairs.append(self.by_rule(rule.example, rule.seen, self.baseline[name], tap))
+                self.add(self.by_rule(rule.example, rule.seen, self.baseline[name], tap))
 
-    # ---- what is left -------------------------------------------------------------------------------------------
+    # ---- the pairs so far, and what is left ---------------------------------------------------------------------
 
-    def has(self, name: str, side: Side) -> bool:
-        """Whether a side's tap has a partner."""
-        return name in self._paired(side)
-
-    def _paired(self, side: Side) -> set[str]:
-        """The names of a side's taps that have a partner."""
-        count, names = self._names.get(side, (0, set()))
-        names.update(getattr(pair, side) for pair in self.pairs[count:])
-        self._names[side] = len(self.pairs), names
-        return names
-
-    def left(self, side: Side) -> list[RecordedTap]:
-        taps = self.baseline if side == "baseline" else self.target
-        have = self._paired(side)
-        return [tap for name, tap in taps.items() if name not in have]
+    def add(self, pair: Pair) -> None:
+        self.pairs.append(pair)
+        self._paired["baseline"].add(pair.baseline)
+        self._paired["target"].add(pair.target)
+        self._alone.clear()
+        self._wholes.clear()
 
     def replace_pairs(self, pairs: Sequence[Pair]) -> None:
         """Replace all pairs so far by these."""
-        self.pairs = list(pairs)
-        self._names.clear()
-        self._alone.clear()
-        self._wholes.clear()
+        self.pairs = []
+        self._paired = {"baseline": set(), "target": set()}
+        for pair in pairs:
+            self.add(pair)
+
+    def has(self, name: str, side: Side) -> bool:
+        """Whether a side's tap has a partner."""
+        return name in self._paired[side]
+
+    def left(self, side: Side) -> list[RecordedTap]:
+        taps = self.baseline if side == "baseline" else self.target
+        return [tap for name, tap in taps.items() if name not in self._paired[side]]
 
     def in_order(self, pairs: Iterable[Pair]) -> list[Pair]:
         return sorted(pairs, key=lambda pair: (self.target[pair.target].order, self.baseline[pair.baseline].order))

@@ -322,7 +322,7 @@ class _WeightsOfModules:
         note = "as the outputs of their modules"
         if rel is not None and rel > limit_for(mine.dtype, tap.dtype):
             note += f"; the values differ by rel_l2 {rel:.2g}"
-        self._matcher.pairs.append(
+        self._matcher.add(
             Pair(mine.name, tap.name, layout, "target" if whole == "target" else "baseline", "rule", rel, note)
         )
 
@@ -380,7 +380,7 @@ def _match_mostly_equal(matcher: Matcher) -> None:
                     note = f"{share:.0%} of its values are equal"
                     best = share, Pair(other.name, tap.name, layout, "baseline", "rule", rel, note)
         if best is not None:
-            matcher.pairs.append(best[1])
+            matcher.add(best[1])
 
 
 # How many values are compared first.

@@ -215,7 +215,7 @@ def _match_fused_siblings(matcher: Matcher) -> None:
 
 def _append(matcher: Matcher, pair: Pair) -> None:
     if not any((own.baseline, own.target) == (pair.baseline, pair.target) for own in matcher.pairs):
-        matcher.pairs.append(pair)
+        matcher.add(pair)
 
 
 def _for_rows(layout: Layout) -> Layout | None:
@@ -243,7 +243,7 @@ def _match_scaled(matcher: Matcher) -> None:
                 if found is not None and (best is None or _nearer(found, best, tap)):
                     best = found
         if best is not None:
-            matcher.pairs.append(best)
+            matcher.add(best)
 
 
 def _nearer(found: Pair, best: Pair, tap: RecordedTap) -> bool:
@@ -301,7 +301,7 @@ def match_constants(matcher: Matcher) -> None:
         if one not in taken and name not in taken:
             taken |= {one, name}
             note = "matched by name, since all its values are equal"
-            matcher.pairs.append(Pair(one, name, Layout(), "baseline", "guess", 0.0, note))
+            matcher.add(Pair(one, name, Layout(), "baseline", "guess", 0.0, note))
 
 
 def _equal(one: RecordedTap, other: RecordedTap) -> bool:
@@ -329,7 +329,7 @@ def _match_differing(matcher: Matcher) -> None:
         if best[1] is not None and best[0] >= 0.05 and tap.sketch.telling:
             rel = applied(Layout(), best[1], tap)
             note = f"{best[0]:.0%} of its values are equal"
-            matcher.pairs.append(Pair(best[1].name, tap.name, Layout(), "baseline", "guess", rel, note))
+            matcher.add(Pair(best[1].name, tap.name, Layout(), "baseline", "guess", rel, note))
     matcher.guess()
 
 
