@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graftlab.lines.partners import reads_shape_alone
 from graftlab.lines.traces import SliceTrace, TracedOperation
 
 
@@ -49,7 +48,7 @@ class Dataflow:
         """
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for each in self.trace.operations:
-            if reads_shape_alone(each):
+            if each.reads_shape_alone:
                 continue
             is_constant = bool(each.outputs) and all(map(self.is_constant, each.outputs))
             for number in each.inputs:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import IN_ORDER, agreement
 from graftlab.lines.lost import LostOperation
-from graftlab.lines.traces import SliceTrace, TracedOperation
+from graftlab.lines.traces import TracedOperation
 
 _TOLERANCE = 1e-5
 
 
 def with_choices(
-    lost: Sequence[LostOperation], others: Sequence[LostOperation], trace: SliceTrace, other: SliceTrace
+    lost: Sequence[LostOperation], others: Sequence[LostOperation], flow: Dataflow, other: Dataflow
 ) -> list[LostOperation]:
     """Return the lost operations, with the lines before them that chose their operands.
 
     If one line is the same on both sides but reads different parts of a value, the line that took the part is at fault,
-    unless that too is the same on both sides. ``trace`` belongs to ``lost``, ``other`` to ``others``.
+    unless that too is the same on both sides. ``flow`` belongs to ``lost``, ``other`` to ``others``.
     """
     found: dict[int, LostOperation] = {}
     for each in lost:
         if not (each.is_suspect or each.is_later):
-            for choice in _choices(each, others, trace, other):
+            for choice in _choices(each, others, flow, other):
                 found.setdefault(
                     choice.index, LostOperation(choice, follows_inputs=each.follows_inputs, is_suspect=True)
                 )
@@ -31,7 +32,7 @@ def with_choices(
 
 
 def _choices(
-    each: LostOperation, others: Sequence[LostOperation], trace: SliceTrace, other: SliceTrace
+    each: LostOperation, others: Sequence[LostOperation], flow: Dataflow, other: Dataflow
 ) -> list[TracedOperation]:
     """The operations that took the parts which this reads, if its counterpart's parts come from different places."""
     alike = [one for one in others if not (one.is_suspect or one.is_later) and _is_same_line(one, each)]
@@ -42,8 +43,8 @@ def _choices(
     while left:
         mine, theirs = left.pop()
         for own, found_there in zip(mine.inputs, theirs.inputs, strict=False):
-            ours, partner = _maker(own, trace), _maker(found_there, other)
-            if ours is None or partner is None or not _differ(own, found_there, trace, other):
+            ours, partner = _maker(own, flow), _maker(found_there, other)
+            if ours is None or partner is None or not _differ(own, found_there, flow, other):
                 continue
             if _line_and_call(ours) == _line_and_call(partner):
                 left.append((ours, partner))
@@ -52,12 +53,12 @@ def _choices(
     return [found[index] for index in sorted(found)]
 
 
-def _maker(number: int, trace: SliceTrace) -> TracedOperation | None:
+def _maker(number: int, flow: Dataflow) -> TracedOperation | None:
     """The only operation that wrote a value in the trace; None if a tap set it, or several operations wrote it."""
-    value = trace.values[number]
+    value = flow.trace.values[number]
     if value.tap is not None or len(value.sources) != 1:
         return None
-    return next((each for each in trace.operations if each.index == value.sources[0]), None)
+    return flow.by_index.get(value.sources[0])
 
 
 def _is_same_line(one: LostOperation, other: LostOperation) -> bool:
@@ -67,8 +68,8 @@ def _is_same_line(one: LostOperation, other: LostOperation) -> bool:
     return len(sources) == 2 and sources[0] == sources[1] != "" and ours.call == theirs.call
 
 
-def _differ(mine: int, theirs: int, trace: SliceTrace, other: SliceTrace) -> bool:
-    own, found = trace.fingerprints.get(mine), other.fingerprints.get(theirs)
+def _differ(mine: int, theirs: int, flow: Dataflow, other: Dataflow) -> bool:
+    own, found = flow.trace.fingerprints.get(mine), other.trace.fingerprints.get(theirs)
     return own is not None and found is not None and agreement(own, found, _TOLERANCE) != IN_ORDER
 
 

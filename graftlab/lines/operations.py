@@ -56,7 +56,8 @@ LAYOUT_OPERATIONS = _VIEWS | frozenset(
 class TracedValue(NamedTuple):
     """A tensor at one moment of a recording.
 
-    ``sources`` are the operations that wrote it; empty if a tap set it (``tap``), or it existed before.
+    ``sources`` are the operations that wrote it, before the tap (``tap``) that set it, if one did; empty if it existed
+    before.
     """
 
     number: int

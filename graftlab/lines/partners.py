@@ -92,7 +92,7 @@ def with_constants(
         for each in side.trace.operations:
             made = [form for number in each.outputs for form in side.forms(number)]
             if (
-                not (each.only_arranges or reads_shape_alone(each))
+                not (each.only_arranges or each.reads_shape_alone)
                 and each.inputs
                 and made
                 and all(form.constant and form.numel > 1 for form in made)
@@ -101,11 +101,6 @@ def with_constants(
             ):
                 found[each.index] = LostOperation(each, has_equal_inputs=True, follows_inputs=theirs.follows_inputs)
     return [*found.values(), *(each for each in lost if each.operation.index not in found)]
-
-
-def reads_shape_alone(operation: TracedOperation) -> bool:
-    """Whether the operation uses only the shape of its input, as ``zeros_like`` and ``new_full`` do."""
-    return operation.name.endswith("_like") or operation.name.startswith("new_")
 
 
 def _may_correspond(

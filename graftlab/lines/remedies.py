@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graftlab.base.world import Side
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, agree_in_order, agreement
 from graftlab.lines.frames import SourceFrame
 from graftlab.lines.traces import SliceTrace, TracedOperation
@@ -59,12 +60,16 @@ class Remedy:
 
 @dataclass(frozen=True)
 class LostPart:
-    """A side's trace, the operations that the other side lacks, the first of them, and a test for values it has."""
+    """A side's operations, those that the other side lacks, the first of them, and a test for values it has."""
 
-    trace: SliceTrace
+    flow: Dataflow
     lost: Sequence[TracedOperation]
     first: Sequence[TracedOperation]
     is_known: Callable[[int], bool]
+
+    @property
+    def trace(self) -> SliceTrace:
+        return self.flow.trace
 
 
 @dataclass(frozen=True)
@@ -182,16 +187,15 @@ def _regions(part: LostPart, *, alone: bool, deepest: int = _DEEPEST) -> Iterato
             own = named.frames[:1] == first.frames[:1]
             if own and deepest > 1 and len(first.frames) > 1 and ran_right(operations, None):
                 continue
-            if (region := _region(operations, named, part.trace)) is not None:
+            if (region := _region(operations, named, part.flow)) is not None:
                 yield region
 
 
-def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace: SliceTrace) -> _Region | None:
+def _region(operations: Sequence[TracedOperation], named: TracedOperation, flow: Dataflow) -> _Region | None:
     """These operations as a region, if others read only one of their results."""
     own = frozenset(each.index for each in operations)
-    outside = [number for each in trace.operations if each.index not in own for number in each.inputs]
-    values = trace.values
-    made = {n for n in (*outside, trace.result) if values[n].tap is None and own.intersection(values[n].sources)}
+    outside = [number for each in flow.trace.operations if each.index not in own for number in each.inputs]
+    made = {number for number in (*outside, flow.trace.result) if own.intersection(flow.sources[number])}
     if len(made) != 1:
         return None
     (number,) = made
@@ -199,7 +203,7 @@ def _region(operations: Sequence[TracedOperation], named: TracedOperation, trace
     if not last or last[-1].is_collective:
         return None
     read = dict.fromkeys(n for each in operations for n in each.inputs)
-    inputs = tuple(n for n in read if values[n].tap is not None or not own.intersection(values[n].sources))
+    inputs = tuple(number for number in read if own.isdisjoint(flow.sources[number]))
     return _Region(named, last[-1], number, inputs, own)
 
 
@@ -207,16 +211,15 @@ def _of_same_shape(region: _Region, part: LostPart) -> list[int]:
     """The values that a region reads, that the other side has, and that could replace its result."""
     values = part.trace.values
     made = values[region.made]
-    by_index = {each.index: each for each in part.trace.operations}
     read = dict.fromkeys(region.inputs)
     left = list(read)
     while left:
         # The region may read a part of a value, or the value in another arrangement.
-        value = values[left.pop()]
-        for index in value.sources if value.tap is None else ():
-            if index in by_index and by_index[index].only_arranges and index not in region.indices:
-                left += [number for number in by_index[index].inputs if number not in read]
-                read |= dict.fromkeys(by_index[index].inputs)
+        for index in part.flow.sources[left.pop()]:
+            source = part.flow.by_index[index]
+            if source.only_arranges and index not in region.indices:
+                left += [number for number in source.inputs if number not in read]
+                read |= dict.fromkeys(source.inputs)
     return [
         number
         for number in read
@@ -255,7 +258,7 @@ def _does_nothing(name: str, numbers: set[int], trace: SliceTrace) -> TracedOper
 
 def _is_of_one_line(operation: TracedOperation, numbers: set[int], part: LostPart) -> bool:
     """Whether the operation's line computes all inputs but these values from values that the other side has."""
-    by_index = {each.index: each for each in part.trace.operations}
+    by_index = part.flow.by_index
     left = [number for number in operation.inputs if number not in numbers]
     while left:
         number = left.pop()

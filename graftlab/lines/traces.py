@@ -47,9 +47,9 @@ class OperationChanges:
     whose value they read instead.
     """
 
-    shown: Mapping[int, str] = field(default_factory=dict)
-    passed: Mapping[int, int] = field(default_factory=dict)
-    fed: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    shown: dict[int, str] = field(default_factory=dict)
+    passed: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ class TracedOperation:
             operation.is_collective,
             operation.written_parts,
         )
+
+    @property
+    def reads_shape_alone(self) -> bool:
+        """Whether this uses only the shape of its input, as ``zeros_like`` and ``new_full`` do."""
+        return self.name.endswith("_like") or self.name.startswith("new_")
 
 
 OperationPlace = tuple[str, SourceFrame | None, int]

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.first_lost import first_lost
 from graftlab.lines.operations import OperationRecorder
-from graftlab.lines.remedies import Remedy, _of_same_shape
+from graftlab.lines.remedies import LostPart, Remedy, _of_same_shape
 from graftlab.lines.traces import SliceTrace, slice_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -303,7 +304,7 @@ def test_a_result_may_be_replaced_by_known_values_of_its_shape() -> None:
         SimpleNamespace(index=index, only_arranges=index != 22, inputs=[read])
         for index, read in ((20, 7), (21, 8), (22, 11), (23, 13))
     ]
-    trace = SimpleNamespace(values=values, operations=operations)
-    part: Any = SimpleNamespace(trace=trace, is_known=lambda number: number != 5)
+    trace: Any = SimpleNamespace(values=values, operations=operations)
+    part = LostPart(Dataflow(trace), [], [], lambda number: number != 5)
     region: Any = SimpleNamespace(made=14, inputs=[1, 2, 3, 4, 5, 6, 9, 10, 12], indices={23})
     assert _of_same_shape(region, part) == [1, 7]
