@@ -38,15 +38,6 @@ LineGraft = dict[int, int]
 """The baseline's operation for each of the target's that one line ran."""
 
 
-@dataclass(frozen=True)
-class _RankChanges:
-    """The changes of one rank's next run, as in :class:`OperationChanges`."""
-
-    shown: dict[int, str] = field(default_factory=dict)
-    passed: dict[int, int] = field(default_factory=dict)
-    fed: dict[int, tuple[int, str]] = field(default_factory=dict)
-
-
 @dataclass(eq=False)
 class _TracedCall:
     """One call of a named group: the measured row, and what was found about it."""
@@ -274,8 +265,8 @@ class LineSearch:
         """The changes of the next run, for each rank of both sides."""
         options = self._runs.session.options
         sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
-        changed: dict[Side, list[_RankChanges]] = {
-            side: [_RankChanges() for _ in range(size)] for side, size in sizes.items()
+        changed: dict[Side, list[OperationChanges]] = {
+            side: [OperationChanges() for _ in range(size)] for side, size in sizes.items()
         }
         for call in calls:
             own = call.rank
@@ -291,14 +282,11 @@ class LineSearch:
                     each.passed.update(call.trying.passed)
                     name = _fed_tap_of(call.trying) if call.trying.fed else ""
                     each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
-        return {
-            side: [OperationChanges(each.shown, each.passed, each.fed) for each in ranks]
-            for side, ranks in changed.items()
-        }
+        return changed
 
     def _show(
         self,
-        changed: Mapping[Side, Sequence[_RankChanges]],
+        changed: Mapping[Side, Sequence[OperationChanges]],
         call: _TracedCall,
         ranks: Mapping[Side, int],
         baseline: int,
