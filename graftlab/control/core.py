@@ -283,8 +283,7 @@ class SessionCore:
         tensor([2., 2., 2., 2.])
         """
         self._require_open()
-        pair: tuple[torch.Tensor, torch.Tensor] = self._pairs.pair(name, rank, tags)
-        return pair
+        return self._pairs.pair(name, rank, tags)
 
     def kept(self, *, failed: bool = False) -> list[dict[str, Any]]:
         """The tags of every pair that is kept now, oldest first, rank by rank.
@@ -345,8 +344,7 @@ class SessionCore:
         0.0
         """
         self._require_open()
-        found: DifferenceMap = self._pairs.difference_map(name, rank, tags, dims)
-        return found
+        return self._pairs.difference_map(name, rank, tags, dims)
 
     # ---- plans --------------------------------------------------------------------------------------------------
 

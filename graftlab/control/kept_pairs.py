@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graftlab.base.tags import PLACE_TAGS, plain
 from graftlab.base.text import numbered
@@ -25,6 +25,11 @@ from graftlab.ranks.messages import (
     KeptValue,
     Pickled,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from graftlab.diffs.maps import DifferenceMap
 
 # Taps that a message lists.
 _NAMED = 6
@@ -52,18 +57,22 @@ class PairsOnRanks:
         asked = AskKeptTags(failed)
         return [tags for rank in self._receivers() for tags in self._ask(rank, asked, KeptTags).tags]
 
-    def pair(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> Any:
+    def pair(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tensors, ``(baseline, target)``, on the CPU."""
-        return open_value(*self._find(AskKeptPair(name, _plain(tags)), rank))
+        found: tuple[torch.Tensor, torch.Tensor] = open_value(*self._find(AskKeptPair(name, _plain(tags)), rank))
+        return found
 
-    def difference_map(self, name: str, rank: int | None, tags: Mapping[str, Any], dims: Sequence[int] | None) -> Any:
-        """The :class:`graftlab.diffs.maps.DifferenceMap` of the pair."""
+    def difference_map(
+        self, name: str, rank: int | None, tags: Mapping[str, Any], dims: Sequence[int] | None
+    ) -> DifferenceMap:
+        """The difference map of the pair."""
         # A rank that cannot read a message ends, so a value that a user typed is checked first.
         try:
             chosen = None if dims is None else tuple(operator.index(dim) for dim in dims)
         except TypeError as error:
             raise SessionError(f"dims={dims!r}: give one or two axes of {name!r}, such as (0, 1)") from error
-        return open_value(*self._find(AskKeptMap(name, _plain(tags), chosen), rank))
+        found: DifferenceMap = open_value(*self._find(AskKeptMap(name, _plain(tags), chosen), rank))
+        return found
 
     def packed_input(self, name: str, rank: int | None, tags: Mapping[str, Any]) -> tuple[RankHandle, Pickled]:
         """The rank that has the pair, and a pickled :class:`graftlab.grafting.kept.KeptPair` for another process."""
