@@ -209,7 +209,7 @@ def test_where_nothing_is_kept_the_advice_is_about_the_plan_in_force(session: gl
     session.edit(keep="name == 'h'")
     session.run(other, other)
     with pytest.raises(
-        gl.SessionError, match=r"no pair of tensors is kept for 'other'; .* keep filter, name == 'h', does"
+        gl.SessionError, match=r"no pair of tensors is kept for 'other'.* keep filter, name == 'h', does"
     ):
         session.tensors("other")
     session.edit(keep="True")
