@@ -24,8 +24,9 @@ from graftlab.errors import ConfigError, RecordingError, WaitInterrupted
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.judging.compiled_comparison import CompiledComparison
 from graftlab.launching import launch
-from graftlab.ranks.held_call import WatchChoice, drop_call
+from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.held_functions import CALL, FunctionInFile, define_call, hold_callee, load_and_hold
+from graftlab.ranks.holding import drop_call
 from graftlab.ranks.remote_functions import Callee
 from graftlab.recordings.condensing import condense
 from graftlab.recordings.recorded_side import RecordedSide

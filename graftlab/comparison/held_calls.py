@@ -35,11 +35,8 @@ from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.errors import GraftError, MatchError
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
-from graftlab.ranks.held_call import (
-    CallDescription,
-    own_rounding,
-    repeat_call,
-)
+from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.holding import own_rounding, repeat_call
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.model_data import BEGINNINGS

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.jobs.script_launcher import ScriptProcess
-from graftlab.ranks.held_call import CallDescription, ScriptEnd
+from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import ScriptEnd
 
 if TYPE_CHECKING:
     from graftlab.comparison.answers import Comparison

@@ -21,8 +21,8 @@ from graftlab.control.core import lend_plan, restore_plan
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import divide_gradients, repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import divide_gradients, repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
 from graftlab.verdict.wording import NOT_CHECKED, Findings

@@ -20,9 +20,8 @@ from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import GraftError, SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.ranks.held_call import (
-    WEIGHT,
-    CallDescription,
+from graftlab.ranks.held_call import WEIGHT, CallDescription
+from graftlab.ranks.holding import (
     call_dtypes,
     call_numbers,
     drop_backward,

@@ -53,14 +53,9 @@ from graftlab.judging.unmeasured import BEGIN_INPUT
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import (
-    CallDescription,
-    describe_call,
-    describe_result,
-    keep_inputs,
-    release_call,
-)
+from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import describe_call, describe_result, keep_inputs, release_call
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.model_data import BEGINNINGS

@@ -22,8 +22,9 @@ from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import (
-    CallDescription,
+from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import (
     ScriptEnd,
     UnitKind,
     held_unit,
@@ -32,7 +33,6 @@ from graftlab.ranks.held_call import (
     repeat_call,
     take_weights,
 )
-from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.recorded_step import compare_with_record, record_step
 from graftlab.verdict.added import added_frame
 from graftlab.verdict.wording import Findings

@@ -37,17 +37,9 @@ from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection
 from graftlab.ranks.descriptors import make_exchange, receive_descriptors
 from graftlab.ranks.float32_state import Float32State
-from graftlab.ranks.held_call import (
-    HeldCall,
-    ScriptEnd,
-    UnitKind,
-    WatchChoice,
-    arguments_by_name,
-    held_unit,
-    hold,
-    release_call,
-)
+from graftlab.ranks.held_call import HeldCall, WatchChoice, arguments_by_name
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
+from graftlab.ranks.holding import ScriptEnd, UnitKind, held_unit, hold, release_call
 from graftlab.ranks.messages import RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.own_place import own_backend, own_device, own_rank

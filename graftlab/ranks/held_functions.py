@@ -19,15 +19,8 @@ from typing import Any
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.ranks.held_call import (
-    CallDescription,
-    HeldCall,
-    TapLister,
-    WatchChoice,
-    arguments_by_name,
-    held_call,
-    hold,
-)
+from graftlab.ranks.held_call import CallDescription, HeldCall, TapLister, WatchChoice, arguments_by_name
+from graftlab.ranks.holding import held_call, hold
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.calls import here

@@ -27,7 +27,7 @@ from graftlab.grafting.self_graft import (
 )
 from graftlab.grafting.tap_records import CallKey, SelfGraftRecorder, TapRecord
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks.held_call import repeat_call
+from graftlab.ranks.holding import repeat_call
 from graftlab.taps.calls import here
 from graftlab.taps.routing import handled_by
 

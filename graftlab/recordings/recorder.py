@@ -18,7 +18,7 @@ from graftlab.grafting import active
 from graftlab.grafting.decisions import all_tags
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, Mesh, layout_of_dtensor, parse_layout, rank_layout
-from graftlab.ranks.held_call import repeat_call
+from graftlab.ranks.holding import repeat_call
 from graftlab.ranks.own_place import own_rank
 from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import PendingTap, RecordingWriter

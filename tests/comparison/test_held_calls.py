@@ -31,18 +31,10 @@ from graftlab.jobs.script_launcher import _without_frames_between
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
-from graftlab.ranks import held_call
-from graftlab.ranks.held_call import (
-    CallDescription,
-    HeldCall,
-    ScriptEnd,
-    WatchChoice,
-    describe_call,
-    drop_backward,
-    repeat_call,
-    try_backward,
-)
+from graftlab.ranks import holding
+from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
 from graftlab.ranks.held_functions import FunctionInFile, arguments_of
+from graftlab.ranks.holding import ScriptEnd, describe_call, drop_backward, repeat_call, try_backward
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.verdict.wording import Findings
@@ -302,7 +294,7 @@ def test_several_models_of_a_class_are_distinguished(
 def test_a_script_that_ends_answers_the_next_request(
     error: Exception | None, failure: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(holding, "_held", None)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     rank = held_script._ScriptRank.__new__(held_script._ScriptRank)
     done: list[object] = []

@@ -25,8 +25,8 @@ from graftlab.comparison.held_updates import (
 )
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import describe_call, hold
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample, UpdateDescription
+from graftlab.ranks.holding import describe_call, hold
 
 
 def model_of_test() -> nn.Sequential:

@@ -26,8 +26,9 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import (
-    CallDescription,
+from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.held_functions import FunctionInFile, define_call
+from graftlab.ranks.holding import (
     call_dtypes,
     call_numbers,
     left_in_16_bits,
@@ -36,7 +37,6 @@ from graftlab.ranks.held_call import (
     repeat_call,
     widen_operators,
 )
-from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups, ShownMap
 

@@ -17,8 +17,9 @@ from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.comparison.started_scripts import _not_seeded, how_started
 from graftlab.errors import SessionError
-from graftlab.ranks.held_call import CallDescription, ScriptEnd, keep_inputs
+from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import ScriptEnd, keep_inputs
 from graftlab.verdict.wording import Findings, RoundingGroups
 
 

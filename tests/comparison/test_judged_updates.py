@@ -16,8 +16,8 @@ from graftlab.comparison.held_updates import _differing_settings, judge_held_upd
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import repeat_call, show_inputs, show_unchanged, take_inputs
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
 from graftlab.verdict.wording import Findings, RoundingGroups

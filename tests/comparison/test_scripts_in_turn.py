@@ -21,8 +21,9 @@ from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scrip
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import leave, uncompared_calls
 from graftlab.jobs.script_launcher import ScriptCommand, ScriptSettings
-from graftlab.ranks.held_call import CallDescription, ScriptEnd
+from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.holding import ScriptEnd
 from graftlab.verdict.added import COLUMNS
 from graftlab.verdict.wording import Findings
 

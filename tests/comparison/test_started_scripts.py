@@ -24,8 +24,9 @@ from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_updates import take_equal_inputs
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.started_scripts import StartedScripts
-from graftlab.ranks.held_call import HeldCall, WatchChoice, describe_call, hold, prepare_once
+from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate
+from graftlab.ranks.holding import describe_call, hold, prepare_once
 from graftlab.taps.outermost_calls import OutermostCalls
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.usefixtures("warm_scripts")]

@@ -25,9 +25,10 @@ from graftlab.jobs.held_script import HeldScript, _claim_rank, _ScriptRank, forg
 from graftlab.jobs.script_launcher import ScriptRankHandle
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
-from graftlab.ranks import held_call
-from graftlab.ranks.held_call import HeldCall, ScriptEnd, WatchChoice
+from graftlab.ranks import holding
+from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+from graftlab.ranks.holding import ScriptEnd
 
 
 class Rank:
@@ -195,8 +196,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to the held call, which is the third of its process."""
     done: list[str] = []
     unit: Any = SimpleNamespace(unit=("call", 3), end=lambda: done.append("released"))
-    monkeypatch.setattr(held_call, "_held_here", lambda: unit)
-    monkeypatch.setattr(held_call, "_held", unit)
+    monkeypatch.setattr(holding, "_held_here", lambda: unit)
+    monkeypatch.setattr(holding, "_held", unit)
     return done
 
 
@@ -266,11 +267,11 @@ def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch
     handled: list[Any] = []
 
     def handle_next() -> None:
-        handled.append(held_call.held_unit())
+        handled.append(holding.held_unit())
         rank._runs += len(handled) == 2
 
     rank.handle_next = handle_next
-    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(holding, "_held", None)
     monkeypatch.setattr(held_script.sys, "last_value", ValueError("no"), raising=False)
     rank._report_end(os.getpid() + 1)
     assert handled == []

@@ -13,9 +13,10 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.errors import SessionError
-from graftlab.ranks import held_call, held_functions
-from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice, drop_call
+from graftlab.ranks import held_functions, holding
+from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
 from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
+from graftlab.ranks.holding import drop_call
 from graftlab.taps import calls
 
 X = torch.ones(1, 2)
@@ -25,7 +26,7 @@ X = torch.ones(1, 2)
 def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The variables of the rank."""
     become_rank(monkeypatch, "target")
-    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(holding, "_held", None)
     here = calls.here()
     assert here is not None
     return here.vars
@@ -72,7 +73,7 @@ def test_a_function_of_the_inputs_is_held_with_the_models_that_it_calls() -> Non
         return decoder(encoder(encoder(x)))
 
     assert named(held(translate)) == {"Linear[0]", "Linear[1]"}
-    held_call.held_call().end()
+    holding.held_call().end()
     assert not named(held(lambda: lambda x: nn.functional.relu(nn.Linear(2, 2)(x)))) & {"Linear", "Linear[0]"}
     first, then = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
     assert named(held(lambda x: then(first(x)))) == {"Linear", "Sequential"}
@@ -125,7 +126,7 @@ def test_looking_for_models_leaves_them_and_the_inputs_as_they_were() -> None:
         return result
 
     held(call, x)
-    held_call.held_call().end()
+    holding.held_call().end()
     assert int(norm.num_batches_tracked) == 0
     assert torch.equal(x, before)
 
@@ -136,7 +137,7 @@ def test_an_expression_of_the_notebook_is_held_with_its_models(namespace: dict[s
     assert torch.equal(found.plain[""], namespace["model"](X))
     plain = hold_callee(lambda x: x + 1, (X,), {}, WatchChoice())
     assert plain.taps
-    assert isinstance(held_call._held, HeldCall)
+    assert isinstance(holding._held, HeldCall)
 
 
 def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
@@ -239,10 +240,10 @@ def test_a_dropped_call_is_ended_once() -> None:
 
 def test_a_rank_that_holds_nothing_refuses_to_repeat_it() -> None:
     held(lambda: torch.nn.Identity())
-    assert held_call.repeat_call()
+    assert holding.repeat_call()
     drop_call()
-    for ask in (held_call.describe_call, held_call.repeat_call, held_call.try_backward):
+    for ask in (holding.describe_call, holding.repeat_call, holding.try_backward):
         with pytest.raises(SessionError, match="this rank holds no call"):
             ask()
     with pytest.raises(SessionError, match="this rank holds no update"):
-        held_call.show_inputs()
+        holding.show_inputs()

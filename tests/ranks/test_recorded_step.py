@@ -12,7 +12,7 @@ from kit.grafters import become_rank
 import graftlab as gl
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks import held_call
+from graftlab.ranks import holding
 from graftlab.ranks.recorded_step import compare_with_record, graft_record, record_step
 
 X, Y = torch.arange(1.0, 9.0), torch.arange(9.0, 17.0)
@@ -35,7 +35,7 @@ class Step:
 def step(monkeypatch: pytest.MonkeyPatch) -> Step:
     become_rank(monkeypatch, "baseline")
     made: Any = Step()
-    monkeypatch.setattr(held_call, "_held_here", lambda: made)
+    monkeypatch.setattr(holding, "_held_here", lambda: made)
     return made
 
 

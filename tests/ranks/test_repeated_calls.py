@@ -17,14 +17,10 @@ from torch import Tensor, nn
 from graftlab.diffs.results import NamedTensors
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
-from graftlab.ranks import held_call
-from graftlab.ranks.held_call import (
-    WEIGHT,
-    CallDescription,
-    HeldCall,
+from graftlab.ranks import held_call, holding
+from graftlab.ranks.held_call import WEIGHT, CallDescription, HeldCall, WatchChoice, arguments_by_name
+from graftlab.ranks.holding import (
     ScriptEnd,
-    WatchChoice,
-    arguments_by_name,
     describe_call,
     describe_result,
     held_unit,
@@ -67,7 +63,7 @@ def of(call: Any, model: nn.Module, choice: WatchChoice = WatchChoice(), **state
 @pytest.fixture(autouse=True)
 def on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     become_rank(monkeypatch, "target")
-    monkeypatch.setattr(held_call, "_held", None)
+    monkeypatch.setattr(holding, "_held", None)
 
 
 def test_items_of_a_generator_are_results_up_to_a_number() -> None:
@@ -324,9 +320,9 @@ def test_repetitions_and_the_script_continue_with_weights_that_taps_have_set(mon
     model, x = net(), torch.ones(2)
     held = of(lambda: model(x), model, x=x)
     assert held()[""].abs().sum() > 0
-    monkeypatch.setattr(held_call, "held_call", lambda: held)
+    monkeypatch.setattr(holding, "held_call", lambda: held)
     with handled_by(Zeros()):
-        held_call.take_weights()
+        holding.take_weights()
     assert held()[""].tolist() == [0.0, 0.0]
     assert held.widen({}, {}) is not None or held.narrow() is None
     held.end()
@@ -429,7 +425,7 @@ def test_only_a_side_of_one_rank_reports_an_exception_as_a_description(
         raise ValueError("bad")
 
     hold(of(call, net()))
-    monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
+    monkeypatch.setattr(holding, "here", partial(SimpleNamespace, rank=rank, world_size=size))
     for describe in (describe_call, describe_result):
         if size == 1:
             described = describe()
@@ -467,7 +463,7 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
     hold(Asked())
     first, second = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
     for rank, size in ((0, 1), (1, 2)):
-        monkeypatch.setattr(held_call, "here", partial(SimpleNamespace, rank=rank, world_size=size))
+        monkeypatch.setattr(holding, "here", partial(SimpleNamespace, rank=rank, world_size=size))
         widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"}, {"table"})
     assert asked == [(first, {}, False, 3, {"cache"}, {"table"}), (second, {}, True, 3, {"cache"}, {"table"})]
 
