@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import secrets
-import select
 import shlex
 import socket
 import threading
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +18,7 @@ from graftlab.control.core import SessionCore, internals_of
 from graftlab.control.run_folder import describe_session
 from graftlab.errors import GraftError, LaunchError, MessageError, SessionError
 from graftlab.exchange.tcp import TcpChannel
+from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.handshake import (
     JoinAccepted,
@@ -35,12 +32,13 @@ from graftlab.jobs.handshake import (
     send_handshake,
     unpack_handshake,
 )
+from graftlab.jobs.handshake_listener import HandshakeListener
 from graftlab.jobs.membership import Membership
 from graftlab.jobs.proxy import Ends, TcpListener
 from graftlab.jobs.refusals import RefusalLog
-from graftlab.jobs.rendezvous import Rendezvous, peer_uid
+from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.status_query import answer_status_query
-from graftlab.plan.plan import FILTERS, GraftPlan
+from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.descriptors import receive_descriptors, send_descriptors
 from graftlab.ranks.devices import DeviceAssignment
@@ -49,18 +47,12 @@ from graftlab.ranks.messages import Contact, LinkReport, WaitReason, WorldSwitch
 from graftlab.ranks.messages import pack as pack_message
 from graftlab.ranks.options import LaunchOptions
 from graftlab.rows.store import RowStore
-from graftlab.transforms import TransformSpec
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=SessionCore)
 
 _TOKEN_FILE = "GRAFTLAB_TOKEN_FILE"
-# Seconds that a process has, once connected, to send the beginning of its request, and all of it.
-_SILENCE_LIMIT = 10.0
-_HANDSHAKE_LIMIT = 30.0
-# How many handshakes may be in progress; each has a thread and a descriptor.
-_MOST_HANDSHAKES = 64
 
 
 class SessionServer:
@@ -105,11 +97,7 @@ class SessionServer:
         internals_of(session).close_first = self.close
         internals_of(session).environment_of = self.environment
         self._refusals = RefusalLog()
-        # The threads that wait for a process's request, each with its connection and its deadline.
-        self._handshakes: dict[threading.Thread, tuple[socket.socket, float]] = {}
-        self._wake = os.eventfd(0)
-        self._thread = threading.Thread(target=self._serve, name="graftlab-session-server", daemon=True)
-        self._thread.start()
+        self._handshakes = HandshakeListener(listener, self._accept, self._refusals)
         if tcp_listener is not None:
             tcp_listener.open(self._accept_tcp)
 
@@ -150,8 +138,7 @@ class SessionServer:
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
+        self._handshakes.close()
         if self._tcp_listener is not None:
             self._tcp_listener.close()
         with self._rendezvous.locked():
@@ -160,61 +147,11 @@ class SessionServer:
         self._rendezvous.close()
         with self._lock:
             self._membership.close()
-        os.close(self._wake)
         self._refusals.close()
 
     # ---- admitting jobs -----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        poller = select.poll()
-        poller.register(self._listener, select.POLLIN)
-        poller.register(self._wake, select.POLLIN)
-        while True:
-            ready = {descriptor for descriptor, _ in poller.poll(1000 if self._handshakes else None)}
-            if self._wake in ready:
-                break
-            self._end_handshakes(time.monotonic())
-            if ready:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError as error:
-                    logger.warning("a process cannot connect: %s", error)
-                    # Descriptors become free when other connections end.
-                    select.select([self._wake], [], [], 1.0)
-                    continue
-                # In parallel, so that a process that connects and is silent delays no other.
-                thread = threading.Thread(
-                    target=self._shake_hands, args=(connection,), name="graftlab-handshake", daemon=True
-                )
-                self._handshakes[thread] = connection, time.monotonic() + _HANDSHAKE_LIMIT
-                thread.start()
-        for thread in self._end_handshakes(math.inf):
-            thread.join()
-
-    def _end_handshakes(self, now: float) -> list[threading.Thread]:
-        """End the handshakes whose time is over, and the oldest if there are too many; returns their threads."""
-        self._handshakes = {thread: each for thread, each in self._handshakes.items() if thread.is_alive()}
-        ended = []
-        for thread, (connection, end) in list(self._handshakes.items()):
-            if end <= now or len(self._handshakes) >= _MOST_HANDSHAKES:
-                # The thread may already have closed it.
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-                del self._handshakes[thread]
-                ended.append(thread)
-        return ended
-
-    def _shake_hands(self, connection: socket.socket) -> None:
-        with connection:
-            connection.settimeout(_SILENCE_LIMIT)
-            try:
-                self._accept(connection)
-            except (OSError, EOFError, GraftError) as error:
-                self._refusals.warn(f"a process was refused: {error}")
-
     def _accept(self, connection: socket.socket) -> None:
-        if (uid := peer_uid(connection)) != os.getuid():
-            raise SessionError(f"it belongs to user {uid}, not {os.getuid()}")
         try:
             join = receive_handshake(connection)
         except (MessageError, SessionError) as error:
@@ -507,50 +444,3 @@ def open_session_server(
             raise LaunchError(str(error)) from error
         raise
     return session, SessionServer(session, rendezvous, listener, plan if agreed else None, opened)
-
-
-class AgreedPlan:
-    """The plan of jobs without a notebook, which all of them bring. Only its transform may differ, by side.
-
-    A transform belongs to the receiving side. If only one side brings one, it is the plan's.
-    """
-
-    def __init__(self, first: GraftPlan) -> None:
-        self._first = first
-        self._transforms: dict[Side, tuple[TransformSpec, ...]] = {}
-
-    def objection(self, side: Side, plan: GraftPlan) -> str:
-        """Describe how a job's plan differs from those of the jobs before it; ``""`` if it may join."""
-        for name in FILTERS:
-            here, there = getattr(self._first, name), getattr(plan, name)
-            if here != there:
-                field = f"{name}_filter"
-                return (
-                    f"{field} (GRAFTLAB_{field.upper()}) is {there!r} here, but {here!r} in the job that joined first; "
-                    f"both sides need the same"
-                )
-        brought = self._transforms.get(side, plan.transforms)
-        if brought != plan.transforms:
-            here, there = (" and ".join(spec.label for spec in specs) or None for specs in (brought, plan.transforms))
-            return (
-                f"transform_path (GRAFTLAB_TRANSFORM_PATH) is {there!r} here, but {here!r} in the {side} process that "
-                f"joined first; the ranks of a side need the same"
-            )
-        return ""
-
-    def enter(self, side: Side, plan: GraftPlan) -> GraftPlan:
-        """Note the transform of a job that joins, and return the plan of all jobs so far."""
-        self._transforms[side] = plan.transforms
-        of_baseline, of_target = (self._transforms.get(each, ()) for each in ("baseline", "target"))
-        if not of_baseline or not of_target or of_baseline == of_target:
-            return replace(self._first, transform=of_target or of_baseline or None)
-        each_own = [
-            replace(spec, where=f"side == {receiver!r} and (\n{filter_}\n)")
-            for receiver, filter_, specs in (
-                ("target", self._first.b2t, of_target),
-                ("baseline", self._first.t2b, of_baseline),
-            )
-            if filter_ is not None and filter_.strip()
-            for spec in specs
-        ]
-        return replace(self._first, transform=tuple(each_own) or None)

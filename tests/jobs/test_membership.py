@@ -13,10 +13,11 @@ from kit.processes import descriptors
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
+from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.membership import Membership, introduce
 from graftlab.jobs.rendezvous import Rendezvous
-from graftlab.jobs.session_server import AgreedPlan, open_session_server
+from graftlab.jobs.session_server import open_session_server
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import SharedDescriptors

@@ -21,7 +21,7 @@ import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import Endpoint, GraftConfig
 from graftlab.exchange.keys import new_token
-from graftlab.jobs import refusals, rendezvous, session_server
+from graftlab.jobs import handshake_listener, refusals, rendezvous, session_server
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.script_launcher import _Admission
@@ -94,7 +94,7 @@ def test_a_process_of_another_user_gets_no_answer_from_a_session(
 ) -> None:
     with gl.listen(baseline=1, target=1, folder=tmp_path), Rendezvous(tmp_path) as place:
         # The session looks at a connection when it accepts it.
-        monkeypatch.setattr(session_server, "peer_uid", lambda connection: os.getuid() + 1)
+        monkeypatch.setattr(handshake_listener, "peer_uid", lambda connection: os.getuid() + 1)
         connection = place.connect(1.0)
         assert connection is not None
         with connection:
