@@ -54,10 +54,6 @@ from graftlab.taps.untraced import outside_compiled_code
 logger = logging.getLogger(__name__)
 
 
-def _received_after(pair: tuple[Decision, TapKey | None]) -> bool:
-    return not pair[0].sends
-
-
 _MOST_WARNINGS = 3
 """How many taps get a warning for one reason."""
 # Seconds between two checks for other threads' taps at the end of a step.
@@ -371,8 +367,9 @@ class Grafter:
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
         order = self._order - self._before_step
-        call = TapCall(run.run, self._step, order, tags, Action(), self.place, self._plan.version, 0, None)
-        self._emit(row_of(call, TapResult("timeout", [], error=error), 0.0))
+        now = time.perf_counter()
+        call = TapCall(run.run, self._step, order, tags, Action(), self.place, self._plan.version, 0, now, None)
+        self._report(call, TapResult("timeout", [], error=error))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
 
@@ -430,15 +427,11 @@ class Grafter:
             self._changed.wait(_LOOK)
 
     def _take(self, decision: Decision, name: str, value: Any, extras: Any, replace: bool) -> Any:
+        """Send a tap's tensor, receive one for it, or both; returns the value to continue with."""
         began = time.perf_counter()
         self._order += 1
         order = self._order - self._before_step
-        pairs = []
-        for each, key in self._addresses.of_pairs(decision):
-            if each.action.direction is not None:
-                pairs.append((each, key))
-            elif key is not None:
-                self._decline_for_other_ranks(key)
+        pairs = self._wanted_pairs(decision)
         if not pairs and not decision.shows_rows:
             return value
         self._last_tap = name
@@ -451,8 +444,8 @@ class Grafter:
             return value
         if decision.shows_rows:
             self._batch_rows.show(name, own, self._ambient.get())
-        receives = any(each.action.graft and not each.sends for each, _ in pairs)
-        if receives and not replace and shown is value and is_passed_by_autograd(own):
+        grafted = [each for each, _ in pairs if each.action.graft and not each.sends]
+        if grafted and not replace and shown is value and is_passed_by_autograd(own):
             self._warn_once(name, IN_A_HOOK)
             value = shown = shown.clone()
             own = self.tensor_of(name, shown)
@@ -460,28 +453,36 @@ class Grafter:
         sent_extras = sent_beside(shown, extras, decision.own_name if self._plan.rename else None, self.place)
         extras = resolved(extras)
         self._page.pass_tap(self._step, self._plan.version, self._order, name)
-        # Send first, so that the sent tensor is the one before any graft.
-        if len(pairs) > 1:
-            pairs.sort(key=_received_after)
         for each, key in pairs:
-            call = self._call(each, key, own, order)
+            call = self._call(each, key, own, order, began)
             if key is None or (each.pairing is not None and each.pairing.alone):
-                self._leave_alone(key, call, each, began)
+                self._leave_alone(key, call, each)
             elif isinstance(sent_extras, LayoutError):
-                self._refuse_layout(key, call, sent_extras, began)
+                self._refuse_layout(key, call, sent_extras)
             elif each.sends:
-                self._publish(key, call, extras, sent_extras, began)
+                self._publish(key, call, extras, sent_extras)
             else:
                 # A DTensor can only be overwritten through its local shard, in place.
                 replaced = shown if replace and not hasattr(shown, "to_local") else None
-                if self._overwritten_data is not None and each.action.graft and is_data(call.tags):
-                    self._overwritten_data.remember(own)
-                result = self._receive(key, call, own, shown, extras, sent_extras, replaced, began)
+                result = self._receive(key, call, shown, extras, sent_extras, replaced)
                 if result is not None and result is not own and (own is value or replaced is not None):
                     value = shown = own = result
         return value
 
-    def _leave_alone(self, key: TapKey | None, call: TapCall, decision: Decision, began: float) -> None:
+    def _wanted_pairs(self, decision: Decision) -> list[tuple[Decision, TapKey | None]]:
+        """The pairs of a tap whose tensor goes to or comes from the other side, each with its address."""
+        pairs = []
+        for each, key in self._addresses.of_pairs(decision):
+            if each.action.direction is not None:
+                pairs.append((each, key))
+            elif key is not None:
+                self._decline_for_other_ranks(key)
+        if len(pairs) > 1:
+            # Send first, so that the sent tensor is the one before any graft.
+            pairs.sort(key=lambda pair: not pair[0].sends)
+        return pairs
+
+    def _leave_alone(self, key: TapKey | None, call: TapCall, decision: Decision) -> None:
         """Report a tap without a counterpart, instead of waiting for the other side."""
         pairing = decision.pairing
         assert pairing is not None
@@ -491,12 +492,15 @@ class Grafter:
         else:
             error = f"the plan has no pair for this call of {decision.own_name!r} in the step"
         status: Status = "unmatched" if decision.sends else "missing"
-        self._emit(row_of(call, TapResult(status, [], error=error), time.perf_counter() - began))
+        self._report(call, TapResult(status, [], error=error))
 
-    def _refuse_layout(self, key: TapKey, call: TapCall, error: LayoutError, began: float) -> None:
+    def _refuse_layout(self, key: TapKey, call: TapCall, error: LayoutError) -> None:
         self._exchange.decline(key)
         logger.error("%s: tap %r: %s", self.place.label, call.name, error)
-        self._emit(row_of(call, TapResult("failed", [], error=str(error)), time.perf_counter() - began))
+        self._report(call, TapResult("failed", [], error=str(error)))
+
+    def _report(self, call: TapCall, result: TapResult) -> None:
+        self._emit(row_of(call, result, time.perf_counter() - call.began))
 
     def _computed(self, value: Any) -> Any:
         """Call the user's function, which may itself reach taps."""
@@ -509,7 +513,7 @@ class Grafter:
             self._computes -= 1
             self._at_work.add(thread)
 
-    def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int) -> TapCall:
+    def _call(self, decision: Decision, key: TapKey | None, own: torch.Tensor, order: int, began: float) -> TapCall:
         run = self._run
         assert run is not None
         rule = None if decision.pairing is None else decision.pairing.rule
@@ -522,6 +526,7 @@ class Grafter:
             self.place,
             self._plan.version,
             0 if key is None else key.occurrence,
+            began,
             own,
             decision.pairing,
             None if rule is None else self._batch_rows.of(rule, rule.whole == self.place.side, self._ambient.get()),
@@ -532,13 +537,12 @@ class Grafter:
         if self._plan.rank_dependent:
             self._exchange.decline(key)
 
-    def _publish(self, key: TapKey, call: TapCall, extras: Any, sent_extras: SentExtras | None, began: float) -> None:
+    def _publish(self, key: TapKey, call: TapCall, extras: Any, sent_extras: SentExtras | None) -> None:
         own = call.tensor
         assert own is not None
         # The row must not keep the model's tensor alive.
-        memo = PendingRow(
-            call._replace(tensor=None, rows=None), list(own.shape), DTYPE_NAMES[own.dtype], time.perf_counter() - began
-        )
+        seconds = time.perf_counter() - call.began
+        memo = PendingRow(call._replace(tensor=None, rows=None), list(own.shape), DTYPE_NAMES[own.dtype], seconds)
         if call.rows is not None:
             sent_extras = dataclasses.replace(sent_extras or SentExtras(None), rows=call.rows)
         sent = extras if sent_extras is None else dataclasses.replace(sent_extras, extras=extras)
@@ -563,13 +567,15 @@ class Grafter:
         self,
         key: TapKey,
         call: TapCall,
-        own: torch.Tensor,
         shown: Any,
         extras: Any,
         sent_extras: SentExtras | None,
         replaced: torch.Tensor | None,
-        began: float,
     ) -> torch.Tensor | None:
+        own = call.tensor
+        assert own is not None
+        if self._overwritten_data is not None and call.action.graft and is_data(call.tags):
+            self._overwritten_data.remember(own)
         self._decline_for_other_ranks(key)
         layout = None if sent_extras is None else sent_extras.layout
         reduced: torch.Tensor | str | None = None
@@ -582,7 +588,7 @@ class Grafter:
             receipt.release()
         if result.status == "missing" and key.recompute_status == "recompute":
             result = result._replace(status="recomputed", note=result.error, error=None)
-        self._emit(row_of(call, result, time.perf_counter() - began))
+        self._report(call, result)
         return result.result
 
     def tensor_of(self, name: str, shown: Any) -> torch.Tensor | None:

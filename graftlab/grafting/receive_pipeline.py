@@ -46,8 +46,8 @@ _NO_STATISTICS = (None,) * len(STATISTICS)
 class TapCall(NamedTuple):
     """One call of a tap that a filter matches: the contents of its row before anything is sent or received.
 
-    ``tensor`` is the rank's own; None if there is none, or if only the row is needed. ``rows`` are those of its batch
-    that the layout of its pair needs.
+    ``began`` is when the tap was reached, by :func:`time.perf_counter`. ``tensor`` is the rank's own; None if there is
+    none, or if only the row is needed. ``rows`` are those of its batch that the layout of its pair needs.
     """
 
     run: int
@@ -58,6 +58,7 @@ class TapCall(NamedTuple):
     place: Place
     plan_version: int
     occurrence: int
+    began: float
     tensor: torch.Tensor | None
     pairing: Pairing | None = None
     rows: RowsOfTaps | None = None
@@ -103,7 +104,7 @@ class PendingRow(NamedTuple):
 
 def row_of(call: TapCall, result: TapResult, seconds: float) -> Row:
     """Build the row of a call. All rows of a rank are built here."""
-    run, step, order, tags, action, place, plan_version, occurrence, own, pairing, _ = call
+    run, step, order, tags, action, place, plan_version, occurrence, _, own, pairing, _ = call
     status, senders, stats, transform, aligned_by, layout, rows_matched, rows_unmatched, cast, note, error, _ = result
     rule = None if pairing is None else pairing.rule
     # A type checker cannot know the number of statistics.

@@ -36,7 +36,7 @@ def of_all_taps(transform: Callable[..., Any] | TransformSpec) -> TransformSpec:
 
 def call(own: torch.Tensor, action: Action = COMPARE, place: Place = TARGET) -> TapCall:
     tags = {"name": "h", "step": 4, "side": place.side, "rank": place.rank, "recompute_status": "original", "layer": 3}
-    return TapCall(2, 4, 9, tags, action, place, plan_version=5, occurrence=1, tensor=own)
+    return TapCall(2, 4, 9, tags, action, place, plan_version=5, occurrence=1, began=0.0, tensor=own)
 
 
 def receipt(*sent: Any, **more: Any) -> Receipt:
