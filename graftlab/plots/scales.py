@@ -138,6 +138,19 @@ def log_image(grid: Array) -> tuple[Any, LogNorm, Colormap]:
     return shown, LogNorm(low, high), colormaps["viridis"].with_extremes(under=EXACT, bad=ODD)
 
 
+def draw_cells(ax: Axes, grid: Array) -> tuple[Any, Array]:
+    """Draw a `log_image` without the cells that are -inf, which have no value, and without those that are not finite.
+
+    Returns the image, and which cells are not finite, for the caller to draw.
+    """
+    empty = np.isneginf(grid)
+    image, norm, cmap = log_image(np.where(empty, 0.0, grid))
+    image.mask |= empty
+    blank = cmap.with_extremes(under=EXACT, bad=(0, 0, 0, 0))
+    drawn = ax.imshow(image, norm=norm, cmap=blank, aspect="auto", interpolation="nearest", gid="cells")
+    return drawn, ~empty & ~np.isfinite(grid)
+
+
 def color_bar(figure: Figure, drawn: Any, ax: Axes, label: str) -> None:
     """Add a colour bar for `log_image`, with a tick at each decade (or closer, for a short range).
 

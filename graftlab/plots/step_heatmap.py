@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from graftlab.plots import style
-from graftlab.plots.scales import EXACT, ODD, color_bar, log_image
+from graftlab.plots.scales import EXACT, ODD, color_bar, draw_cells
 from graftlab.plots.style import Array
 from graftlab.verdict.facts import Facts
 from graftlab.verdict.order import group, is_lost
@@ -130,13 +130,7 @@ def _downsample(grid: Array, tall: int, wide: int) -> Array:
 
 
 def _draw_image(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
-    empty = np.isneginf(grid)
-    image, norm, cmap = log_image(np.where(empty, 0.0, grid))
-    # Masked cells are blank or non-finite; the non-finite ones are drawn on top.
-    blank = cmap.with_extremes(under=EXACT, bad=(0, 0, 0, 0))
-    image.mask |= empty
-    drawn = ax.imshow(image, norm=norm, cmap=blank, aspect="auto", interpolation="nearest", gid="cells")
-    odd = ~empty & ~np.isfinite(grid)
+    drawn, odd = draw_cells(ax, grid)
     keys: list[Any] = []
     if odd.any():
         red = np.zeros((*grid.shape, 4))

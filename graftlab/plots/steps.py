@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from graftlab.plots import style
-from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, log_image, value_axis
+from graftlab.plots.scales import EXACT, ODD, ValueAxis, color_bar, draw_cells, value_axis
 from graftlab.plots.style import Array
 from graftlab.plots.themes import AS_IT_IS
 from graftlab.rows.schema import MEASURED
@@ -179,16 +179,13 @@ def ranks(frame: pd.DataFrame, name: str, *, value: str = "rel_l2", ax: Axes | N
 
 def _draw_cells(figure: Figure, ax: Axes, grid: Array, label: str) -> list[Any]:
     """Draw the strips, with numbers in the cells if they fit; -inf is a cell without a value and stays blank."""
-    empty = np.isneginf(grid)
-    image, norm, cmap = log_image(np.where(empty, 0.0, grid))
-    image.mask |= empty
-    blank = cmap.with_extremes(under=EXACT, bad=(0, 0, 0, 0))
-    drawn = ax.imshow(image, norm=norm, cmap=blank, aspect="auto", interpolation="nearest", gid="cells")
-    odd = ~empty & ~np.isfinite(grid)
+    drawn, odd = draw_cells(ax, grid)
     for y, x in np.argwhere(odd):
         ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=ODD, edgecolor="none", gid="not finite"))
-    for y, x in np.argwhere(~empty) if grid.size <= _MAX_TEXTS else []:
-        red, green, blue, _ = to_rgba(ODD) if odd[y, x] else blank(norm(image[y, x]))
+    colors = drawn.to_rgba(drawn.get_array())
+    colors[odd] = to_rgba(ODD)
+    for y, x in np.argwhere(~np.isneginf(grid)) if grid.size <= _MAX_TEXTS else []:
+        red, green, blue, _ = colors[y, x]
         color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
         text = ax.text(x, y, f"{grid[y, x]:.2g}", ha="center", va="center", fontsize=style.TICK, color=color, zorder=7)
         text.set_gid(AS_IT_IS)
