@@ -40,7 +40,8 @@ from graftlab.grafting.decisions import (
 )
 from graftlab.grafting.kept import KeptPairs
 from graftlab.grafting.overwrite import OverwrittenTensors
-from graftlab.grafting.receive_pipeline import PendingRow, ReceivePipeline, TapCall, TapResult, row_of
+from graftlab.grafting.receive_pipeline import ReceivePipeline
+from graftlab.grafting.tap_rows import PendingRow, TapCall, TapResult, row_of
 from graftlab.grafting.tensors import SentExtras, plain_tensor, reduced_partial, sent_beside
 from graftlab.plan.plan import Action, GraftPlan
 from graftlab.plan.wire import pack_plan, unpack_plan

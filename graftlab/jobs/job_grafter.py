@@ -16,9 +16,9 @@ from graftlab.exchange.contract import Exchange
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.decisions import Decision
 from graftlab.grafting.grafter import Grafter
-from graftlab.grafting.receive_pipeline import PendingRow
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
+from graftlab.grafting.tap_rows import PendingRow
 from graftlab.lines.traces import SliceTrace
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.line_tracer import TracedSteps

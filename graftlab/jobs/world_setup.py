@@ -16,7 +16,7 @@ from mmap import mmap
 from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.rank_exchange import RankExchange
-from graftlab.grafting.receive_pipeline import PendingRow
+from graftlab.grafting.tap_rows import PendingRow
 from graftlab.jobs.handshake import JoinAccepted, WorldShare
 from graftlab.jobs.job_connection import JobConnection
 from graftlab.jobs.peer_connector import PeerConnector

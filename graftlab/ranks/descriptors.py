@@ -15,7 +15,7 @@ from graftlab.exchange.arena import Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
 from graftlab.exchange.contract import Exchange
 from graftlab.exchange.rank_exchange import RankExchange
-from graftlab.grafting.receive_pipeline import PendingRow
+from graftlab.grafting.tap_rows import PendingRow
 
 # The system's limit is slightly higher.
 _DESCRIPTORS_A_MESSAGE = 200

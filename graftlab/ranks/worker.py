@@ -30,7 +30,7 @@ from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting import active
 from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.receive_pipeline import PendingRow
+from graftlab.grafting.tap_rows import PendingRow
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
 from graftlab.ranks.connection import ControlConnection

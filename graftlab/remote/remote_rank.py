@@ -30,7 +30,7 @@ from graftlab.exchange.heartbeat import Heartbeat
 from graftlab.exchange.rank_exchange import RankExchange
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.receive_pipeline import PendingRow
+from graftlab.grafting.tap_rows import PendingRow
 from graftlab.jobs.handshake import JoinAccepted, JoinRequest, RequestRefused
 from graftlab.jobs.peer_connector import PeerConnector, address_towards
 from graftlab.jobs.proxy import Proxy, TcpSessionClient

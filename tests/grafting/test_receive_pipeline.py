@@ -17,7 +17,8 @@ from graftlab.base.world import Place
 from graftlab.diffs.measure import measure
 from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.grafting.kept import KeptPairs
-from graftlab.grafting.receive_pipeline import ReceivePipeline, TapCall, TapResult, row_of
+from graftlab.grafting.receive_pipeline import ReceivePipeline
+from graftlab.grafting.tap_rows import TapCall, TapResult, row_of
 from graftlab.grafting.tensors import SentExtras
 from graftlab.layouts import Layout, RankLayout
 from graftlab.plan.plan import Action, GraftPlan
