@@ -14,8 +14,9 @@ from graftlab.errors import GraftError
 from graftlab.plots.explorer import Canvas
 from graftlab.plots.style import NotebookFigure
 from graftlab.plots.themes import STYLE, with_fewer_colours
-from graftlab.widgets.panel import KernelWatch, Snapshot, update
+from graftlab.widgets.panel import update
 from graftlab.widgets.refresher import explain
+from graftlab.widgets.snapshot import KernelWatch, Snapshot
 from graftlab.widgets.tap_explorer import TapView, as_floor, drawn
 
 logger = logging.getLogger(__name__)

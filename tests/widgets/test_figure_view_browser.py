@@ -11,7 +11,7 @@ pytest.importorskip("pytest_playwright", reason="pytest-playwright is not instal
 
 from playwright.sync_api import Locator, expect
 
-from graftlab.widgets.panel import _WATCH_SCRIPT
+from graftlab.widgets.snapshot import _WATCH_SCRIPT
 
 if TYPE_CHECKING:
     from kit.browser import Lab

@@ -15,7 +15,7 @@ import graftlab as gl
 from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
-from graftlab.widgets import panel
+from graftlab.widgets import snapshot
 from graftlab.widgets.match_editor import MatchEditor, _in_order
 
 LAYOUT = "a b -> b a"
@@ -99,7 +99,7 @@ def test_layers_are_folded_in_execution_order_with_unmatched_taps_explained(edit
 
 def test_a_terminal_shows_the_proposal_as_text(editing: Editing, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[dict[str, str]] = []
-    monkeypatch.setattr(panel, "publish_display_data", lambda data, **more: published.append(data))
+    monkeypatch.setattr(snapshot, "publish_display_data", lambda data, **more: published.append(data))
     editing.editor._ipython_display_()
     assert [data["text/plain"] for data in published] == ["", repr(editing.editor.proposal)]
 

@@ -18,11 +18,12 @@ from kit.support import wait_until
 
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
-from graftlab.widgets import panel as panel_module
+from graftlab.widgets import snapshot as snapshot_module
 from graftlab.widgets.code_editor import TextAreaEditor
 from graftlab.widgets.inputs import Menu, NameBox
-from graftlab.widgets.panel import FoldableBox, Panel, Snapshot
+from graftlab.widgets.panel import FoldableBox, Panel
 from graftlab.widgets.refresher import refresher_of
+from graftlab.widgets.snapshot import Snapshot
 
 Done = tuple[str, dict[str, Any]]
 
@@ -350,7 +351,7 @@ def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: Fak
 def test_a_snapshot_has_other_forms_for_viewers_without_html(monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[tuple[dict[str, Any], bool | None]] = []
     monkeypatch.setattr(
-        panel_module, "publish_display_data", lambda data, **more: published.append((data, more.get("update")))
+        snapshot_module, "publish_display_data", lambda data, **more: published.append((data, more.get("update")))
     )
     snapshot = Snapshot()
     snapshot.display(None, "<b>nothing</b>")

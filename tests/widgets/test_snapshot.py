@@ -13,7 +13,7 @@ from kit.support import wait_until
 
 import graftlab as gl
 from graftlab.rows.store import RowStore
-from graftlab.widgets import panel
+from graftlab.widgets import panel, snapshot
 from graftlab.widgets.refresher import refresher_of
 
 pytestmark = pytest.mark.ranks
@@ -25,7 +25,7 @@ def model(off: float) -> None:
 
 def test_the_newest_state_stays_in_the_notebook(simulated: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[tuple[dict[str, str], dict[str, Any]]] = []
-    monkeypatch.setattr(panel, "publish_display_data", lambda data, **more: published.append((data, more)))
+    monkeypatch.setattr(snapshot, "publish_display_data", lambda data, **more: published.append((data, more)))
     monkeypatch.setattr(panel, "_SNAPSHOT_INTERVAL", 0.0)
     monkeypatch.setattr(panel, "_SNAPSHOT_SHARE", 1e9)
     with gl.launch(1, 1) as session:
@@ -63,7 +63,7 @@ def test_rows_and_run_ends_that_arrive_during_a_display_are_shown_next(
     simulated: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: list[str] = []
-    monkeypatch.setattr(panel, "publish_display_data", lambda data, **_: published.append(data.get("text/html", "")))
+    monkeypatch.setattr(snapshot, "publish_display_data", lambda data, **_: published.append(data.get("text/html", "")))
     monkeypatch.setattr(panel, "_SNAPSHOT_INTERVAL", 0.0)
     monkeypatch.setattr(panel, "_SNAPSHOT_SHARE", 1e9)
     append, boards = RowStore.append, []
