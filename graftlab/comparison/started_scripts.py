@@ -15,7 +15,7 @@ from graftlab.comparison.held_updates import judge_held_updates, take_equal_inpu
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.core import lend_plan, replace_ranks, restore_plan
 from graftlab.errors import RunError, SessionError
-from graftlab.jobs.held_script import skip_to
+from graftlab.jobs.script_rank import skip_to
 from graftlab.judging.judge import judge_runs
 from graftlab.judging.match_runs import match
 from graftlab.judging.started_runs import RecordedSteps, StartedRuns

@@ -28,9 +28,10 @@ from graftlab.jobs.handshake import (
     receive_handshake,
     send_handshake,
 )
-from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, forget_claims, other_models, package_folder
+from graftlab.jobs.held_script import FOLDER, MODEL, SIDE, other_models
 from graftlab.jobs.refusals import RefusalLog
 from graftlab.jobs.rendezvous import Rendezvous, peer_uid
+from graftlab.jobs.script_rank import forget_claims
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.descriptors import SharedDescriptors, send_descriptors
@@ -274,7 +275,8 @@ def _environment(side: Side, folder: Path, settings: ScriptSettings, given: Mapp
             FOLDER: str(folder),
             SIDE: side,
             "PYTHONPATH": os.pathsep.join(path),
-            "GRAFTLAB_COMPARE_LENDS": str(Path(package_folder()).parent),
+            # The folder of this copy of graftlab.
+            "GRAFTLAB_COMPARE_LENDS": str(Path(__file__).resolve().parents[2]),
             "GRAFTLAB_COMPARE_PREFIX": sys.prefix,
             # Otherwise its last lines would be missing in its log while it waits.
             "PYTHONUNBUFFERED": "1",

@@ -28,6 +28,7 @@ from graftlab.diffs.results import written_path
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
 from graftlab.jobs.script_launcher import _without_frames_between
+from graftlab.jobs.script_rank import ScriptRank
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
@@ -253,7 +254,7 @@ def test_the_calls_of_all_models_are_held_or_those_of_one_class(
     wanted: str | None, held: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank()
-    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    monkeypatch.setattr(held_script, "become_rank", lambda *where: rank)
     encoder, decoder, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 2), torch.ones(1, 2)
     script = held_script.HeldScript(Path("nowhere"), "target", wanted)
     torch.manual_seed(3)
@@ -275,7 +276,7 @@ def test_several_models_of_a_class_are_distinguished(
     wanted: str, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank()
-    monkeypatch.setattr(held_script, "_joined", lambda *where: rank)
+    monkeypatch.setattr(held_script, "become_rank", lambda *where: rank)
     draft, target, critic, x = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     script = held_script.HeldScript(tmp_path, "target", wanted)
     try:
@@ -296,7 +297,7 @@ def test_a_script_that_ends_answers_the_next_request(
 ) -> None:
     monkeypatch.setattr(holding, "_held", None)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    rank = held_script._ScriptRank.__new__(held_script._ScriptRank)
+    rank = ScriptRank.__new__(ScriptRank)
     done: list[object] = []
 
     def handle_next() -> None:

@@ -19,10 +19,11 @@ from torch import nn
 
 from graftlab.base.world import Place
 from graftlab.errors import ConfigError
-from graftlab.jobs import handshake, held_script
+from graftlab.jobs import handshake, held_script, script_rank
 from graftlab.jobs.handshake import HoldAccepted, RequestRefused, StatusQuery
-from graftlab.jobs.held_script import HeldScript, _claim_rank, _ScriptRank, forget_claims
+from graftlab.jobs.held_script import HeldScript
 from graftlab.jobs.script_launcher import ScriptRankHandle
+from graftlab.jobs.script_rank import ScriptRank, _claim_rank, forget_claims
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import holding
@@ -57,7 +58,7 @@ class Rank:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     made = Rank()
-    monkeypatch.setattr(held_script, "_joined", lambda *where: made)
+    monkeypatch.setattr(held_script, "become_rank", lambda *where: made)
     return made
 
 
@@ -155,12 +156,12 @@ def test_a_step_that_raised_is_over_with_the_next_call(rank: Rank, script: HeldS
 def test_a_process_that_is_no_rank_holds_nothing_and_leaves_a_mark(
     tmp_path: Path, script: HeldScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_script, "_joined", lambda *where: None)
+    monkeypatch.setattr(held_script, "become_rank", lambda *where: None)
     model, x = nn.Linear(2, 1), torch.ones(1, 2)
     script.begin(model, (x,), {})
     assert held_script.uncompared_calls(tmp_path, "target").exists()
     asked: list[int] = []
-    monkeypatch.setattr(held_script, "_joined", lambda *where: asked.append(1))
+    monkeypatch.setattr(held_script, "become_rank", lambda *where: asked.append(1))
     model(x)
     assert asked == []
 
@@ -202,7 +203,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def of_script(**fields: Any) -> Any:
-    made = _ScriptRank.__new__(_ScriptRank)
+    made = ScriptRank.__new__(ScriptRank)
     made.__dict__.update(fields)
     return made
 
@@ -272,7 +273,7 @@ def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch
 
     rank.handle_next = handle_next
     monkeypatch.setattr(holding, "_held", None)
-    monkeypatch.setattr(held_script.sys, "last_value", ValueError("no"), raising=False)
+    monkeypatch.setattr(script_rank.sys, "last_value", ValueError("no"), raising=False)
     rank._report_end(os.getpid() + 1)
     assert handled == []
     rank._report_end(os.getpid())
@@ -283,7 +284,7 @@ def test_a_script_that_has_ended_answers_one_request_with_the_reason(monkeypatch
     # Without an error it has none.
     rank._is_over = False
     handled.clear()
-    monkeypatch.delattr(held_script.sys, "last_value")
+    monkeypatch.delattr(script_rank.sys, "last_value")
     rank._report_end(os.getpid())
     assert handled == [ScriptEnd(None)] * 2
 
@@ -302,17 +303,17 @@ class Answering:
         connection: Any = MagicMock()
         place: Any = MagicMock()
         place.__enter__.return_value.connect.return_value = None if answer is None else connection
-        patch.setattr(held_script, "Rendezvous", lambda folder: place)
+        patch.setattr(script_rank, "Rendezvous", lambda folder: place)
         patch.setattr(handshake, "send_handshake", lambda connection, request: self.requests.append(request))
         patch.setattr(handshake, "receive_handshake", lambda connection: answer)
         ends = [os.dup(self.line.fileno()), os.dup(self.wake.fileno())]
-        patch.setattr(held_script, "receive_descriptors", lambda connection, count: [3, 4, *ends, 99])
-        patch.setattr(held_script, "die_with_notebook", self.dies_with.append)
+        patch.setattr(script_rank, "receive_descriptors", lambda connection, count: [3, 4, *ends, 99])
+        patch.setattr(script_rank, "die_with_notebook", self.dies_with.append)
         patch.setattr(
-            held_script, "make_exchange", lambda _, shared, size, **given: (("exchange", shared, given), "own")
+            script_rank, "make_exchange", lambda _, shared, size, **given: (("exchange", shared, given), "own")
         )
-        patch.setattr(held_script, "_ScriptRank", lambda *given: self.made.append(given) or SimpleNamespace())
-        patch.setattr(held_script, "own_rank", lambda: (1, 2, 0))
+        patch.setattr(script_rank, "ScriptRank", lambda *given: self.made.append(given) or SimpleNamespace())
+        patch.setattr(script_rank, "own_rank", lambda: (1, 2, 0))
 
 
 def test_a_process_becomes_the_rank_that_the_comparison_expects_and_ends_with_it(
@@ -321,7 +322,7 @@ def test_a_process_becomes_the_rank_that_the_comparison_expects_and_ends_with_it
     plan = GraftPlan().edit(b2t="layer == 1")
     accepted = HoldAccepted(3, 4096, 5, 7.0, 1 << 20, 1 << 19, to_wire(plan), "name == 'x'", ("softmax",), "h")
     comparison = Answering(monkeypatch, accepted)
-    joined: Any = held_script._join(tmp_path, "target", print)
+    joined: Any = script_rank._join(tmp_path, "target", print)
     (request,) = comparison.requests
     assert (request.side, request.rank, request.world_size, request.pid) == ("target", 1, 2, os.getpid())
     assert comparison.dies_with == [99]
@@ -346,7 +347,7 @@ def test_a_process_that_is_not_admitted_raises_the_reason(
 ) -> None:
     comparison = Answering(monkeypatch, answer)
     with pytest.raises(ConfigError, match=said):
-        held_script._join(tmp_path, "target", print)
+        script_rank._join(tmp_path, "target", print)
     assert comparison.made == []
 
 
