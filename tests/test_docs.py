@@ -18,7 +18,7 @@ from kit.kernels import Kernel, kernel
 import graftlab as gl
 from graftlab import __main__ as command
 from graftlab import errors
-from graftlab.magics import command_line
+from graftlab.magics import command_line, subcommands
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -169,7 +169,7 @@ def test_every_column_of_a_frame_is_explained(tmp_path: Path) -> None:
 
 def test_every_magic_is_explained_with_its_options() -> None:
     text = (DOCS / "magics.md").read_text(encoding="utf-8")
-    for name, each in command_line.COMMANDS.items():
+    for name, each in subcommands.COMMANDS.items():
         (row,) = re.findall(rf"^\| `%graft {name}\b.*$", text, re.MULTILINE)
         explained = set(re.findall(r"`(--?[a-z0-9-]+)`", row))
         assert explained == set(each.options) - {"-h", "--help"}, name

@@ -13,7 +13,7 @@ import pytest
 
 from graftlab.__main__ import main
 from graftlab.engine import serve
-from graftlab.magics.command_line import COMMANDS
+from graftlab.magics.subcommands import COMMANDS
 from graftlab.requests import configure_logging
 
 

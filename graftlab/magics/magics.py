@@ -25,7 +25,7 @@ from graftlab.control.run import Run, state_of
 from graftlab.errors import WaitInterrupted
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.launching import launch
-from graftlab.magics import command_line
+from graftlab.magics import command_line, subcommands
 from graftlab.plan.changes import PlanChange
 from graftlab.ranks.forkserver import warm_up
 from graftlab.remote.ray_cluster import Ray
@@ -68,7 +68,7 @@ class GraftMagics(Magics):
                 return self._cell(line.strip(), cell)
             name, arguments = command_line.parse(line)
             return getattr(self, f"_{name}")(arguments)
-        except command_line.HelpRequest as help_:
+        except subcommands.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
         except WaitInterrupted:
@@ -77,7 +77,7 @@ class GraftMagics(Magics):
             raise WaitInterrupted(f"%graft {line.split()[0]} was stopped") from None
 
     # What `%graft?` shows.
-    graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{command_line.overview()}"
+    graft.__doc__ = f"Run two implementations side by side, and compare them.\n\n{subcommands.overview()}"
 
     def open_session(self) -> Session | None:
         """The open session that commands apply to, if any."""
@@ -97,7 +97,7 @@ class GraftMagics(Magics):
 
     def _cell(self, where: str, cell: str) -> None:
         if where in ("", "-h", "--help"):
-            raise command_line.HelpRequest(command_line.overview())
+            raise subcommands.HelpRequest(subcommands.overview())
         session = self._open()
         place, option = command_line.split_where(where)
         if place.strip() == "transform":
@@ -106,7 +106,7 @@ class GraftMagics(Magics):
         if where not in ("baseline", "target", "both") and where not in [rank.label for rank in session.ranks]:
             labels = ", ".join(["baseline", "target", "both", "transform", *(rank.label for rank in session.ranks)])
             line = where.split(maxsplit=1)[0]
-            hint = f"; write `%graft {line}`, with one %, for a line" if line in command_line.COMMANDS else ""
+            hint = f"; write `%graft {line}`, with one %, for a line" if line in subcommands.COMMANDS else ""
             raise UsageError(f"%%graft: {where!r} is not a place to run a cell; use one of {labels}{hint}")
         run = session.execute(cell, where)
         for rank, value in _values_by_rank(run):
@@ -459,9 +459,9 @@ def complete_graft(context: CompletionContext) -> SimpleMatcherResult:
     if words[0] == "%%graft":
         choices = [*command_line.CELL_TARGETS, *ranks] if not previous else []
     elif not previous:
-        choices = list(command_line.COMMANDS)
+        choices = list(subcommands.COMMANDS)
     else:
-        command = command_line.COMMANDS.get(previous[0])
+        command = subcommands.COMMANDS.get(previous[0])
         choices = list(command.options) if command is not None else []
         if command is not None and previous[-1] in command.choices:
             choices = list(command.choices[previous[-1]])

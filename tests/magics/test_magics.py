@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from kit.kernels import Kernel, kernel
 
-from graftlab.magics import command_line
+from graftlab.magics import subcommands
 
-PACKAGE = str(Path(command_line.__file__).parents[1])
+PACKAGE = str(Path(subcommands.__file__).parents[1])
 SUBCOMMANDS = (
     "up",
     "status",
@@ -718,7 +718,7 @@ def test_the_tab_key_offers_what_fits(notebook: Kernel) -> None:
         ("%graft ", set(SUBCOMMANDS)),
         ("%graft st", {"stacks", "status"}),
         ("%graft transform --w", {"--where"}),
-        ("%graft up --", {*command_line.COMMANDS["up"].options} - {"-b", "-t", "-o", "-h"}),
+        ("%graft up --", {*subcommands.COMMANDS["up"].options} - {"-b", "-t", "-o", "-h"}),
         ("%graft up --start-method ", {"forkserver", "spawn"}),
         ("%graft filter --", {"--b2t", "--t2b", "--compare", "--keep", "--help"}),
         ("%graft log ta", {"target", "target[0]", "target[1]"}),

@@ -13,7 +13,7 @@ import pytest
 import graftlab as gl
 from graftlab.base import limits
 from graftlab.errors import LaunchError
-from graftlab.magics.command_line import COMMANDS
+from graftlab.magics.subcommands import COMMANDS
 from graftlab.ranks import launcher
 from graftlab.ranks.launcher import _environment
 from graftlab.ranks.options import LaunchOptions
