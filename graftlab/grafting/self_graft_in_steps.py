@@ -13,7 +13,8 @@ from typing import Any, Literal
 from graftlab.base.tags import TagItems
 from graftlab.grafting.self_graft import RepeatComparer, SelfGraft, SelfGrafter, of_paired_names
 from graftlab.grafting.tap_records import CountingHandler, SelfGraftRecorder
-from graftlab.taps.calls import TapHandler, ambient
+from graftlab.taps.ambient_tags import ambient
+from graftlab.taps.calls import TapHandler
 
 Pass = Literal["record", "repeat", "graft", "drift", "rest"]
 

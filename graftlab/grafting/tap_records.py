@@ -14,7 +14,7 @@ from graftlab.grafting.in_float64 import as_it_is
 from graftlab.grafting.overwrite import overwritten
 from graftlab.grafting.spilled import SpilledTensor, SpillFile
 from graftlab.grafting.tensors import plain_tensor
-from graftlab.taps.calls import ambient
+from graftlab.taps.ambient_tags import ambient
 
 CallKey = tuple[str, tuple[Any, ...], str, int]
 

@@ -44,7 +44,7 @@ from graftlab.graphs.tap_sites import (
     rows_of,
     write_through,
 )
-from graftlab.taps import calls as taps
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.extras import carried
 from graftlab.taps.routing import handled_by
 
@@ -112,7 +112,7 @@ class CapturedFunction:
             self._runs += 1
             return outputs
 
-        self._capturing, self._outer = True, taps.ambient.get()
+        self._capturing, self._outer = True, ambient.get()
         try:
             self._graph = self._capturer.capture(run_through)
             if self._runs == 1 and any(extras.plain for extras in self._extras.values()):
@@ -138,7 +138,7 @@ class CapturedFunction:
             number, self._next_host_part = self._next_host_part, self._next_host_part + 1
             if self._capturing:
                 if not self._is_known:
-                    self._host_parts.append((self._next, taps.ambient.get()))
+                    self._host_parts.append((self._next, ambient.get()))
                 with handled_by(_SILENT_TAPS):
                     return function(*args)
             if number in self._host_results:
@@ -202,7 +202,7 @@ class CapturedFunction:
 
     def _new_site(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> Site:
         grafter = _grafter()
-        inner = {**dict(taps.ambient.get()), **tags}
+        inner = {**dict(ambient.get()), **tags}
         # The grafter leaves out values that cannot be tags, and warns.
         identity = (name, *sorted((key, plain(each)) for key, each in inner.items() if not is_no_tag(key, each)))
         site = Site(name, inner, identity)
@@ -251,7 +251,7 @@ class CapturedFunction:
         """The outputs, and how many replays it took. `prepare` is called before each; `ctx` has the batch's sizes."""
         graph, grafter = self._graph, active.grafter()
         assert graph is not None, "a function must be captured before it is replayed"
-        self._outer = taps.ambient.get()
+        self._outer = ambient.get()
         self._ctx = ctx
 
         def once() -> Outputs:
@@ -286,7 +286,7 @@ class CapturedFunction:
 
     def _decide(self, grafter: Grafter) -> list[TapDecision]:
         """The plan's decisions for all sites, computed again only when they may have changed."""
-        decision_epoch, outer = grafter.decision_epoch, taps.ambient.get()
+        decision_epoch, outer = grafter.decision_epoch, ambient.get()
         if (
             self._decided_in is None
             or self._decided_in[0] is not decision_epoch
@@ -369,8 +369,8 @@ def _merged(outer: TagItems, inner: TagItems) -> TagItems:
 
 @contextlib.contextmanager
 def _ambient(tags: TagItems) -> Iterator[None]:
-    before = taps.ambient.set(tags)
+    before = ambient.set(tags)
     try:
         yield
     finally:
-        taps.ambient.reset(before)
+        ambient.reset(before)

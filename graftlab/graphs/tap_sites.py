@@ -15,7 +15,7 @@ from graftlab.grafting.grafter import Grafter
 from graftlab.grafting.overwrite import may_overlap, one_place_each
 from graftlab.graphs.slots import FillContext
 from graftlab.plan.plan import Action
-from graftlab.taps import calls as taps
+from graftlab.taps.ambient_tags import ambient
 
 Grafts = Literal["switches", "breaks"]
 """How a graft gets into a captured function: through a switch at its tap, or in a break of the graph there."""
@@ -113,7 +113,7 @@ def decide(grafter: Grafter, site: Site) -> TapDecision:
         return TapDecision(None, False, False)
     if grafter.place.world_size == 1 or not grafter.plan.rank_dependent:
         return TapDecision(action, _is_wanted(action), _is_received(grafter, action))
-    given = {**dict(taps.ambient.get()), **site.tags}
+    given = {**dict(ambient.get()), **site.tags}
     private = sorted(tag for tag in grafter.plan.mentions & given.keys() if tag.endswith("_rank"))
     if private:
         raise GraphError(

@@ -66,6 +66,7 @@ from graftlab.ranks.messages import (
 from graftlab.ranks.namespace import failure_of
 from graftlab.ranks.own_place import own_device, place_of
 from graftlab.taps import calls as taps
+from graftlab.taps.ambient_tags import ambient
 
 A = TypeVar("A")
 
@@ -123,7 +124,7 @@ class AttachedRank:
         self._world = world
         self._kept = KeptPairs(answer.keep_budget)
         self._grafter = JobGrafter(
-            self.place, world.exchange, StatusPage(world.page), taps.ambient, self._connection, self._kept
+            self.place, world.exchange, StatusPage(world.page), ambient, self._connection, self._kept
         )
         self._grafter.on_failure = self._fail
         log_to(self._own_log())

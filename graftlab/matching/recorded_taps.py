@@ -17,7 +17,7 @@ from graftlab.base.tags import identity, name_with
 from graftlab.diffs.measure import measure
 from graftlab.matching.sketch import Elements, Sketch, Values, flat_elements, sketch_of
 from graftlab.matching.strides import Lookup
-from graftlab.taps.calls import ambient
+from graftlab.taps.ambient_tags import ambient
 
 Fetch = Callable[[str], "Tensor | None"]
 """A function that returns the value of one side's tap of this name, or None."""

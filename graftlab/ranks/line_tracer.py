@@ -22,7 +22,8 @@ from graftlab.grafting.tensors import plain_tensor
 from graftlab.lines.operations import OperationRecorder, modes_in_force
 from graftlab.lines.traces import SliceTrace, TraceRequest, slice_of
 from graftlab.ranks.remote_functions import Callee, bind_callee
-from graftlab.taps.calls import TapHandler, ambient, here
+from graftlab.taps.ambient_tags import ambient
+from graftlab.taps.calls import TapHandler, here
 from graftlab.taps.routing import handled_by
 from graftlab.taps.untraced import COMPILER
 

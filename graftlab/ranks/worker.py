@@ -57,6 +57,7 @@ from graftlab.ranks.process_end import die_with_notebook
 from graftlab.ranks.process_setup import set_up_process
 from graftlab.ranks.streams import LabelledStream
 from graftlab.taps import calls as taps
+from graftlab.taps.ambient_tags import ambient
 
 # Seconds until an interrupt that came at a bad moment is retried.
 _LOOK_AGAIN = 0.01
@@ -115,7 +116,7 @@ class Rank:
         self._line = line
         self._exchange = exchange
         self._first_plan = plan
-        self._grafter = Grafter(place, exchange, StatusPage(own), taps.ambient, line, kept)
+        self._grafter = Grafter(place, exchange, StatusPage(own), ambient, line, kept)
         self._namespace = namespace
         here = taps.Here(place.side, place.rank, place.world_size, device, namespace.variables)
         active.activate(self._grafter, here)

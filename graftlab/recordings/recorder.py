@@ -23,6 +23,7 @@ from graftlab.ranks.own_place import own_rank
 from graftlab.recordings.file_format import FORMAT, RankHeader, StoredLayout, rank_folder
 from graftlab.recordings.writer import PendingTap, RecordingWriter
 from graftlab.taps import calls
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.extras import ExtrasWithLayout, resolved
 
 
@@ -79,7 +80,7 @@ class TapRecorder:
             )
 
     def _record(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any]) -> None:
-        given = {**dict(calls.ambient.get()), **tags}
+        given = {**dict(ambient.get()), **tags}
         own = {tag: plain(each) for tag, each in given.items() if not is_no_tag(tag, each)}
         full = all_tags(name, own, self._place, self._step)
         if not self._filter.matches(full):

@@ -12,14 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
-from graftlab.base.tags import RESERVED_TAGS, TagItems
+from graftlab.base.tags import RESERVED_TAGS
 from graftlab.base.world import Side
 from graftlab.errors import TagError
+from graftlab.taps.ambient_tags import ambient, close_block, in_generators, leave_out_suspended, open_block
 from graftlab.taps.extras import ExtrasWithLayout
 
 if TYPE_CHECKING:
@@ -29,38 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ambient: ContextVar[TagItems] = ContextVar("graftlab_tags", default=())
-
-
-@dataclass(frozen=True, eq=False)
-class _TagBlock:
-    """An open ``with gl.tags(...)``.
-
-    ``outside`` and ``shown_outside`` are what to restore at its end, ``base`` the tags outside all blocks.
-    """
-
-    given: TagItems
-    generator: FrameType | None
-    """The frame of the generator that opened it, if one did."""
-    frame: FrameType | None
-    """The same, where it holds only while that runs."""
-    base: TagItems
-    outside: TagItems
-    shown_outside: tuple[_TagBlock, ...]
-
-    @property
-    def holds(self) -> bool:
-        # A suspended generator has no caller.
-        return self.frame is None or self.frame.f_back is not None
-
-
-# The open blocks of this thread or task, outermost first, and those whose tags ``ambient`` has. They are no attributes
-# of the object, because several threads may have entered that.
-_blocks: ContextVar[tuple[_TagBlock, ...]] = ContextVar("graftlab_tag_blocks", default=())
-_shown_blocks: ContextVar[tuple[_TagBlock, ...]] = ContextVar("graftlab_shown_tag_blocks", default=())
-# The blocks that generators of any thread have open. Without any, the tags need not be looked at again at each tap.
-_in_generators: set[_TagBlock] = set()
 
 
 class TapHandler(Protocol):
@@ -169,8 +136,8 @@ def tap(name: str, value: T, /, *, extras: Any = None, layout: Any = None, grad:
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, layout=layout, grad=grad)  # type: ignore[no-any-return]
-    if _in_generators:
-        _leave_out_suspended()
+    if in_generators:
+        leave_out_suspended()
     if layout is not None:
         extras = ExtrasWithLayout(layout, extras)
     grafted: T = _handler.tap(name, value, extras, tags)
@@ -196,8 +163,8 @@ def show(
         return value
     if _is_tracing():
         return show_traced(name, value, extras, tags, replace=replace, grad=grad)
-    if _in_generators:
-        _leave_out_suspended()
+    if in_generators:
+        leave_out_suspended()
     shown = _handler.tap(name, value, extras, tags, replace=replace)
     if grad:
         tap_gradient(name, shown, tags)
@@ -304,7 +271,7 @@ class tags:
                 assert _traced is not None
                 _traced.open_tags(self._given)
                 return self
-            _enter(tuple(self._given.items()), sys._getframe(1))
+            open_block(tuple(self._given.items()), sys._getframe(1))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -312,9 +279,8 @@ class tags:
             assert _traced is not None
             _traced.close_tags()
             return
-        # Empty if this process became a rank inside the block.
-        if _grafter is not None and _blocks.get():
-            _exit(sys._getframe(1))
+        if _grafter is not None:
+            close_block(sys._getframe(1))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -353,76 +319,6 @@ class tags:
         if not isinstance(computed, dict):
             raise TagError(f"gl.tags: the function must return a dict of tags, not {type(computed).__name__}")
         return tags(**{**computed, **self._given})
-
-
-_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
-def _generator_of(frame: FrameType) -> FrameType | None:
-    """The frame, if it is a generator's."""
-    return frame if frame.f_code.co_flags & _GENERATORS else None
-
-
-def _is_for_its_caller(generator: FrameType) -> bool:
-    """Whether contextlib makes this generator a context manager, which opens its tags for the caller."""
-    caller = generator.f_back
-    return caller is not None and caller.f_globals.get("__name__") == "contextlib"
-
-
-def _enter(given: TagItems, opener: FrameType) -> None:
-    if _in_generators:
-        _leave_out_suspended()
-    before, blocks = ambient.get(), _blocks.get()
-    generator = _generator_of(opener)
-    frame = None if generator is None or _is_for_its_caller(generator) else generator
-    block = _TagBlock(given, generator, frame, blocks[0].base if blocks else before, before, _shown_blocks.get())
-    if frame is not None:
-        _in_generators.add(block)
-    _blocks.set((*blocks, block))
-    _shown_blocks.set((*block.shown_outside, block))
-    ambient.set(tuple({**dict(before), **dict(given)}.items()))
-
-
-def _exit(closer: FrameType) -> None:
-    """Close the newest block that this generator opened, or the newest of no generator."""
-    blocks, generator = _blocks.get(), _generator_of(closer)
-    opened = [place for place, block in enumerate(blocks) if block.generator is generator]
-    if not opened:
-        # A generator that was begun in one thread and ends in another, whose blocks are others.
-        _in_generators.difference_update([block for block in _in_generators if block.generator is generator])
-        return
-    # A generator may outlive blocks that were opened after its own.
-    place = opened[-1]
-    block = blocks[place]
-    _blocks.set((*blocks[:place], *blocks[place + 1 :]))
-    _in_generators.discard(block)
-    if place == len(blocks) - 1:
-        outside = tuple(each for each in block.shown_outside if each in blocks)
-        if outside == block.shown_outside:
-            _shown_blocks.set(outside)
-            ambient.set(block.outside)
-        else:
-            # Some were closed before this one, which was opened inside them.
-            _show_blocks(block.base, outside)
-    else:
-        _show_blocks(block.base, tuple(each for each in _shown_blocks.get() if each is not block))
-
-
-def _leave_out_suspended() -> None:
-    """Give ``ambient`` the tags of this thread's blocks that hold now."""
-    blocks, shown = _blocks.get(), _shown_blocks.get()
-    # The blocks of a generator that has been resumed are inside those of its caller.
-    holding = (*(block for block in shown if block.holds), *(b for b in blocks if b not in shown and b.holds))
-    if holding != shown:
-        _show_blocks(blocks[0].base, holding)
-
-
-def _show_blocks(base: TagItems, blocks: tuple[_TagBlock, ...]) -> None:
-    _shown_blocks.set(blocks)
-    merged = dict(base)
-    for block in blocks:
-        merged.update(block.given)
-    ambient.set(tuple(merged.items()))
 
 
 def _refuse_reserved(given: dict[str, Any]) -> None:
@@ -483,15 +379,15 @@ def deactivate() -> None:
 
 def tap_handler() -> TapHandler | None:
     """Return the tap handler in use; None outside a session."""
-    if not _is_tracing() and _in_generators:
-        _leave_out_suspended()
+    if not _is_tracing() and in_generators:
+        leave_out_suspended()
     return _handler
 
 
 def tap_handler_of(thread: int) -> TapHandler | None:
     """Return the tap handler of this thread; None outside a session."""
-    if _in_generators:
-        _leave_out_suspended()
+    if in_generators:
+        leave_out_suspended()
     return _grafter if _route is None else _route(thread)
 
 

@@ -28,6 +28,7 @@ from graftlab.base.tags import COMPILED
 from graftlab.errors import GraphError, TagError, warn
 from graftlab.filters.expressions import compile_filter
 from graftlab.taps import calls
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.backward import is_backward
 from graftlab.taps.extras import ExtrasWithLayout
 
@@ -368,7 +369,7 @@ def _step(time: torch.Tensor) -> None:
 
 
 def _place(time: torch.Tensor) -> torch.Tensor:
-    tags = tuple({**dict(calls.ambient.get()), **dict(_open[int(time)].tags)}.items())
+    tags = tuple({**dict(ambient.get()), **dict(_open[int(time)].tags)}.items())
     key = (tags, threading.get_ident())
     with _lock:
         number = _shown_numbers.get(key)
@@ -398,7 +399,7 @@ def _show_gradient(gradient: torch.Tensor, place: torch.Tensor, name: str, tags:
 def _note_left_out(time: torch.Tensor, name: str, tags: list[str]) -> torch.Tensor:
     """Note a tap at the time of tracing; compilers drop the operator, because nothing uses its result."""
     if len(_left_out) < _LEFT_OUT_LIMIT:
-        _left_out.setdefault((name, calls.ambient.get(), tuple(tags)))
+        _left_out.setdefault((name, ambient.get(), tuple(tags)))
     return torch.empty_like(time)
 
 

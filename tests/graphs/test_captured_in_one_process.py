@@ -30,7 +30,6 @@ def rank_of(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
         (active, "_grafter", grafter),
         (calls, "_grafter", grafter),
         (calls, "_handler", grafter),
-        (calls, "ambient", world.ambient),
     ):
         monkeypatch.setattr(module, name, value)
     return world

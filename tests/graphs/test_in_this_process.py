@@ -26,7 +26,6 @@ def tapping(monkeypatch: pytest.MonkeyPatch, **plan: Any) -> GrafterWorld:
     for name, value in (
         ("_grafter", world.baseline.grafter),
         ("_handler", world.baseline.grafter),
-        ("ambient", world.ambient),
     ):
         monkeypatch.setattr(calls, name, value)
     return world

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 import torch
 
-from graftlab.base.tags import TagItems, TapKey
+from graftlab.base.tags import TapKey
 from graftlab.base.world import Place, RunInfo, Side
 from graftlab.errors import BufferFullError, ShippingError
 from graftlab.exchange.contract import Contribution, Receipt
@@ -25,6 +24,7 @@ from graftlab.grafting.kept import KeptPairs
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.schema import Row
 from graftlab.taps import calls
+from graftlab.taps.ambient_tags import ambient
 
 NEVER = 1 << 60
 
@@ -153,7 +153,7 @@ class Unpackable:
 class Rank:
     """One grafter, and what it reported."""
 
-    def __init__(self, place: Place, post: Post, ambient: ContextVar[TagItems]) -> None:
+    def __init__(self, place: Place, post: Post) -> None:
         self.place = place
         self.rows: list[Row] = []
         self.tags_seen: list[dict[str, Any]] = []
@@ -185,9 +185,8 @@ class GrafterWorld:
 
     def __init__(self, baseline: int = 1, target: int = 1, /, **plan: Any) -> None:
         self.post = Post()
-        self.ambient: ContextVar[TagItems] = ContextVar("tags", default=())
         places = Place("baseline", 0, baseline, target).everyone()
-        self.ranks = [Rank(place, self.post, self.ambient) for place in places]
+        self.ranks = [Rank(place, self.post) for place in places]
         self.baselines, self.targets = self.ranks[:baseline], self.ranks[baseline:]
         self.baseline, self.target = self.baselines[0], self.targets[0]
         self.plan = GraftPlan(**plan)

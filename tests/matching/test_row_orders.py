@@ -27,6 +27,7 @@ from graftlab.matching.row_rules import _ways, with_row_rules
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
+from graftlab.taps.ambient_tags import ambient
 
 Show = Callable[[str, Tensor], None]
 Program = Callable[[Show], None]
@@ -374,9 +375,9 @@ def test_rows_of_two_requests_in_flight_are_not_mixed_up() -> None:
 
     def shows(name: str, rid: int, value: Tensor) -> None:
         rank = world.baseline if name == "x" or rid < 0 else world.target
-        token = world.ambient.set((("rid", abs(rid)),))
+        token = ambient.set((("rid", abs(rid)),))
         rank.tap("ids" if not value.is_floating_point() else name, value)
-        world.ambient.reset(token)
+        ambient.reset(token)
 
     for side, name in ((-1, "x"), (1, "y")):
         for rid, own in ids.items():

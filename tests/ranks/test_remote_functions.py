@@ -22,7 +22,7 @@ from graftlab.ranks.remote_functions import (
     round_callee,
     sketch_callee,
 )
-from graftlab.taps.calls import ambient
+from graftlab.taps.ambient_tags import ambient
 
 X = torch.linspace(0.1, 3, 8)
 

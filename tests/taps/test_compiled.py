@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.taps import calls, compiled
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.extras import ExtrasWithLayout
 from graftlab.taps.routing import handled_by
 
@@ -37,7 +38,7 @@ class TapHandler:
         self.steps = 0
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
-        around = {**dict(calls.ambient.get()), **tags}
+        around = {**dict(ambient.get()), **tags}
         assert around.pop("compiled", None) == self.in_graphs, f"{name}: {tags}"
         self.seen.append((name, around))
         shown = value if isinstance(value, Tensor) else value()

@@ -16,7 +16,9 @@ import torch
 from kit.support import own_value, run_cell
 
 import graftlab as gl
+from graftlab.taps import ambient_tags
 from graftlab.taps import calls as taps
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.routing import taps_within
 
 
@@ -27,7 +29,7 @@ class Recorder:
         self.seen: list[tuple[str, dict[str, Any]]] = []
 
     def tap(self, name: str, value: Any, extras: Any, tags: dict[str, Any], replace: bool = False) -> Any:
-        self.seen.append((name, {**dict(taps.ambient.get()), **tags}))
+        self.seen.append((name, {**dict(ambient.get()), **tags}))
         return value
 
     def tags_of(self, name: str) -> list[dict[str, Any]]:
@@ -67,7 +69,7 @@ def test_without_a_session_tags_step_and_here_do_nothing() -> None:
 
     assert tagged(1) == 2
     with gl.tags(phase="decode"):
-        assert taps.ambient.get() == ()
+        assert ambient.get() == ()
     assert gl.tap("x", 1) == 1
 
 
@@ -283,7 +285,7 @@ def test_a_generator_may_outlive_the_tags_around_its_first_value(recorder: Recor
     assert recorder.tags_of("token")[-1] == {"phase": "decode", "request": 1}
     assert recorder.tags_of("caller") == [{"phase": "decode", "request": 7}]
     assert recorder.tags_of("after") == [{}]
-    assert not taps._in_generators
+    assert not ambient_tags.in_generators
 
 
 def test_a_generator_that_begins_in_one_thread_may_end_in_another(recorder: Recorder) -> None:
@@ -300,7 +302,7 @@ def test_a_generator_that_begins_in_one_thread_may_end_in_another(recorder: Reco
         gl.tap("x", 1)
     gl.tap("x", 1)
     assert recorder.tags_of("x") == [{"phase": "decode"}, {}]
-    assert not taps._in_generators
+    assert not ambient_tags.in_generators
 
 
 def test_a_context_manager_that_is_dropped_ends_its_own_tags(recorder: Recorder) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.taps import calls
+from graftlab.taps.ambient_tags import ambient
 from graftlab.taps.module_inputs import ArgumentTaps, ModuleInputs, _is_own, _watched
 from graftlab.taps.watch import kinds_of_watched
 
@@ -168,13 +169,13 @@ def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> 
 
     def layer_of(name: str) -> Any:
         gl.tap(name, X)
-        return dict(calls.ambient.get()).get("layer")
+        return dict(ambient.get()).get("layer")
 
     with gl.tags(phase="decode"):
         running = layers()
         for layer in running:
             assert layer_of(f"in {layer}") is None
-        assert dict(calls.ambient.get()) == {"phase": "decode"}
+        assert dict(ambient.get()) == {"phase": "decode"}
 
         def inside() -> Iterator[Any]:
             with gl.tags(layer=7):
@@ -189,7 +190,7 @@ def test_the_tags_of_a_generator_hold_only_while_it_runs(recorder: Recorder) -> 
             assert [*found] == [7]
             assert layer_of("after") == 1
         assert layer_of("outside") is None
-    assert dict(calls.ambient.get()) == {}
+    assert dict(ambient.get()) == {}
 
 
 def test_an_argument_that_a_graft_replaces_reaches_the_module_and_the_others_stay(
