@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
@@ -13,17 +13,41 @@ from graftlab.errors import GraftError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from graftlab.comparison.sides import WRONG_USAGE
+    from graftlab.jobs.attach import forget_first_tap
+    from graftlab.jobs.commands import attach_script
+
+    parser, commands = _parsers()
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        parser.print_help(sys.stderr)
+        return WRONG_USAGE
+    if not given[0].startswith("-") and given[0] not in commands:
+        near = difflib.get_close_matches(given[0], commands, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`graftlab --help` lists the commands"
+        sys.stderr.write(f"graftlab: unknown command {given[0]!r}; {hint}\n")
+        return WRONG_USAGE
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        commands.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if arguments.run is not attach_script:
+        # The environment may ask jobs to join; this command is not one.
+        forget_first_tap()
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and those of its commands, by name."""
+    from graftlab.comparison import command as compare_command
+    from graftlab.comparison import new_notebook
+    from graftlab.jobs import commands as job_commands
+    from graftlab.zoo import scoring
+
     parser = argparse.ArgumentParser(
         prog="graftlab", description="Find where two implementations of one model diverge."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    from graftlab.comparison import command as compare_command
-    from graftlab.comparison import new_notebook
-    from graftlab.comparison.sides import WRONG_USAGE
-    from graftlab.jobs import commands as job_commands
-    from graftlab.jobs.attach import forget_first_tap
-    from graftlab.zoo import scoring
-
     summary = "run two scripts, commands or models side by side, and name the computation that differs"
     compare = commands.add_parser("compare", help=summary, description=summary, epilog=compare_command.EPILOG)
     compare_command.add_arguments(compare)
@@ -79,23 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     zoo = commands.add_parser("zoo", help=summary, description=summary)
     scoring.add_arguments(zoo)
     zoo.set_defaults(run=scoring.run)
-    given = list(sys.argv[1:] if argv is None else argv)
-    if not given:
-        parser.print_help(sys.stderr)
-        return WRONG_USAGE
-    if not given[0].startswith("-") and given[0] not in commands.choices:
-        near = difflib.get_close_matches(given[0], commands.choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`graftlab --help` lists the commands"
-        sys.stderr.write(f"graftlab: unknown command {given[0]!r}; {hint}\n")
-        return WRONG_USAGE
-    arguments, unknown = parser.parse_known_args(given)
-    if unknown:
-        commands.choices.get(arguments.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    if arguments.run is not job_commands.attach_script:
-        # The environment may ask jobs to join; this command is not one.
-        forget_first_tap()
-    code: int = arguments.run(arguments)
-    return code
+    return parser, commands.choices
 
 
 def _demo(arguments: argparse.Namespace) -> int:
