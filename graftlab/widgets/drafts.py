@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
@@ -201,8 +200,3 @@ def _function_of(spec: TransformSpec) -> Any:
         return spec.load()
     module, _, attribute = spec.text.replace(":", ".").rpartition(".")
     return getattr(sys.modules[module], attribute)
-
-
-def difference(old: str, new: str, old_name: str, new_name: str) -> list[str]:
-    """The lines of a unified diff; empty if the texts are equal."""
-    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm=""))

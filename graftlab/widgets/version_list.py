@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import ipywidgets as widgets
 
 from graftlab.plan.plan import GraftPlan
 from graftlab.transforms import TransformSpec
-from graftlab.widgets.drafts import Draft, Version, difference, source_of
+from graftlab.widgets.drafts import Draft, Version, source_of
 from graftlab.widgets.inputs import Menu
 from graftlab.widgets.panel import FoldableBox, Panel, row
 from graftlab.widgets.trial_view import difference_html
@@ -70,8 +71,9 @@ class VersionList(FoldableBox):
     def compare(self, version: Version, draft_source: str) -> None:
         """Show the changes since this version, until a different one is chosen."""
         self.compared = version
-        lines = difference(source_of(version.spec), draft_source, version.label, "in the editor")
-        self._diff.value = difference_html(lines)
+        sources = source_of(version.spec).splitlines(), draft_source.splitlines()
+        lines = difflib.unified_diff(*sources, version.label, "in the editor", lineterm="")
+        self._diff.value = difference_html(list(lines))
 
     def _on_choice(self, _change: Any) -> None:
         if not self.menu.filling:
