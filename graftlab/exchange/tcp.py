@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import resource
 import select
-import socket
 import struct
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from graftlab.exchange.keys import Keys
+from graftlab.exchange.unauthenticated import UnauthenticatedConnections
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -44,12 +41,6 @@ _LINGER = 2.0
 # transmitted. A process that has not yet proved that it knows the token can make this one hold little more than that.
 _PIECE = 512 << 10
 _LARGEST_PIECE = _PIECE + (64 << 10)
-# The most strangers at a time: each can make this process hold one piece, and all of them 56 MiB.
-_MOST_STRANGERS = 100
-# The most that are older than this, in seconds. Many ranks may connect at the same time, but each is quick.
-_MOST_SLOW, _SLOW = 8, 2.0
-# Descriptors reserved for the session's own connections and files.
-_RESERVED = 64
 # One byte each; every frame of an exchange is longer. After the last comes the number of the frame's pieces.
 _HELLO, _WELCOME, _BYE, _IN_PIECES = b"h", b"w", b"b", b"p"
 _COUNT = struct.Struct("<I")
@@ -116,71 +107,11 @@ class TcpChannel:
         self._router.end(self)
 
 
-class _Strangers:
-    """Connections whose other ends have not proved yet that they know the token: few, and none for long.
-
-    ZeroMQ accepts every connection. Each takes a descriptor of this process, and up to one piece of memory. ``known``
-    has the time at which each was accepted, by descriptor. Not thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[int, float] = {}
-        # These exist already, because there may be no descriptor left when one is needed.
-        self._nothing = os.eventfd(0, os.EFD_CLOEXEC)
-        self._spare = os.dup(self._nothing)
-
-    def add(self, descriptor: int) -> None:
-        """Note a connection that was just accepted."""
-        self.known[descriptor] = time.monotonic()
-
-    def superfluous(self) -> list[int]:
-        """The connections to end now.
-
-        The oldest slow ones, and random others: in a flood neither the oldest nor the newest of those are more likely
-        to be strangers.
-        """
-        if len(self.known) <= _MOST_SLOW:
-            return []
-        before = time.monotonic() - _SLOW
-        slow = sorted((each for each, since in self.known.items() if since < before), key=self.known.__getitem__)
-        chosen = slow[: max(0, len(slow) - _MOST_SLOW)]
-        rest = sorted(self.known.keys() - set(chosen))
-        most = _MOST_STRANGERS
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit != resource.RLIM_INFINITY and rest and rest[-1] >= limit - _RESERVED:
-            # The system gives the lowest number that is free.
-            most = _MOST_SLOW
-        return chosen + random.sample(rest, max(0, len(rest) - most))
-
-    def end(self, descriptor: int, look: Callable[[], None]) -> None:
-        """End a connection, unless ``look``, which brings :attr:`known` up to date, finds that it has ended."""
-        since = self.known.get(descriptor)
-        with contextlib.suppress(OSError):
-            # Held first, because once it is closed its number may belong to something else.
-            os.dup2(descriptor, self._spare, inheritable=False)
-            try:
-                look()
-                if since is not None and self.known.get(descriptor) == since:
-                    del self.known[descriptor]
-                    connection = socket.socket(fileno=self._spare)
-                    try:
-                        connection.shutdown(socket.SHUT_RDWR)
-                    finally:
-                        connection.detach()
-            finally:
-                os.dup2(self._nothing, self._spare, inheritable=False)
-
-    def close(self) -> None:
-        """Close what is held open for :meth:`end`."""
-        os.close(self._spare)
-        os.close(self._nothing)
-
-
 class RouterSocket:
     """This process's ZeroMQ ROUTER socket for all its connections. ``name`` identifies it uniquely in the session.
 
     It listens at ``address``, if given, at the first free one of these ports; port 0 lets the system choose. What
-    connects there is a stranger until its first frame arrives, and strangers are limited.
+    connects there is unauthenticated until its first frame arrives; see :class:`UnauthenticatedConnections`.
     """
 
     def __init__(self, keys: Keys, name: bytes, address: str | None = None, ports: Sequence[int] = (0,)) -> None:
@@ -195,7 +126,7 @@ class RouterSocket:
         # The latest channel that each process has opened, and the number of that attempt.
         self._latest: dict[bytes, tuple[int, TcpChannel]] = {}
         self._to_close: set[int] = set()
-        self._strangers = _Strangers()
+        self._unauthenticated = UnauthenticatedConnections()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = socket = self._context.socket(zmq.ROUTER)
@@ -368,8 +299,8 @@ class RouterSocket:
                 except zmq.Again:
                     break
                 ended += self._handle(parts)
-            for descriptor in self._strangers.superfluous():
-                self._strangers.end(descriptor, lambda: ended.extend(self._read_events()))
+            for descriptor in self._unauthenticated.superfluous():
+                self._unauthenticated.end(descriptor, lambda: ended.extend(self._read_events()))
             for channel in ended:
                 self._note_end(channel)
 
@@ -392,7 +323,7 @@ class RouterSocket:
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._to_close.discard(descriptor)
-                self._strangers.known.pop(descriptor, None)
+                self._unauthenticated.known.pop(descriptor, None)
                 channel = self._by_descriptor.pop(descriptor, None)
                 if channel is not None:
                     ended.append(channel)
@@ -404,7 +335,7 @@ class RouterSocket:
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     # Unless its first frame was read before this event.
                     if descriptor not in self._by_descriptor:
-                        self._strangers.add(descriptor)
+                        self._unauthenticated.add(descriptor)
                 elif event["event"] == zmq.EVENT_CONNECTED:
                     self._note_reached(event["endpoint"].decode(), descriptor)
         return ended
@@ -431,7 +362,7 @@ class RouterSocket:
             channel.linked = True
             descriptor: Any = parts[0].get(zmq.SRCFD)
             self._by_descriptor[descriptor] = channel
-            self._strangers.known.pop(descriptor, None)
+            self._unauthenticated.known.pop(descriptor, None)
             if body == _HELLO:
                 self._write(channel, _WELCOME, None)
             return ended
@@ -498,7 +429,7 @@ class RouterSocket:
             self._context.term()
             self._ready.close()
             os.close(self._wake)
-            self._strangers.close()
+            self._unauthenticated.close()
 
     # ---- forked children ----------------------------------------------------------------------------------------
 

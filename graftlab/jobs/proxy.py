@@ -242,7 +242,7 @@ class TcpSessionClient:
         self._channel = self._router.connect(SERVER_NAME, *endpoint)
 
     @property
-    def reached_stranger(self) -> bool:
+    def reached_unauthenticated(self) -> bool:
         """Whether a process listens there that has not proved that it knows the token."""
         return self._channel.reached and not self._channel.linked
 

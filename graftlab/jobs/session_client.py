@@ -44,7 +44,7 @@ _SERVERS = 3
 _RANK_TAKEN_LIMIT = 30.0
 # Seconds to wait for the answer of a session server on another machine before asking again.
 _ANSWER_LIMIT = 15.0
-_STRANGER = (
+_UNAUTHENTICATED = (
     "the process that listens there has a different token, or is not graftlab: GRAFTLAB_TOKEN (GRAFTLAB_TOKEN_FILE) "
     "must be the token that the session has printed, and GRAFTLAB_ADDRESS its address"
 )
@@ -77,7 +77,7 @@ class SessionClient:
         self._token = config.join_token()
         self._joined_over_network = False
         # Whether the last request reached a process with a different token.
-        self._reached_stranger = False
+        self._reached_unauthenticated = False
 
     def remaining(self) -> float:
         """Seconds until the deadline, but at least a millisecond."""
@@ -170,7 +170,7 @@ class SessionClient:
                 guess = "does a session listen there, and is TCP allowed through the firewall?"
                 raise SessionError(
                     f"no session with this token answered at {endpoint} within {self._config.timeout:g} s: "
-                    f"{_STRANGER if self._reached_stranger else guess}"
+                    f"{_UNAUTHENTICATED if self._reached_unauthenticated else guess}"
                 )
             rest.wait(_ASK_AGAIN)
 
@@ -181,7 +181,7 @@ class SessionClient:
         try:
             reply = client.ask(self._request(state), limit)
             if reply is None:
-                self._warn_of_stranger(endpoint, client.reached_stranger)
+                self._warn_of_unauthenticated(endpoint, client.reached_unauthenticated)
                 return None
             message, early = reply
             answer = self._accepted(message)
@@ -192,11 +192,11 @@ class SessionClient:
         self._joined_over_network = True
         return JoinResult(answer, channel, wake, self._token, proxy)
 
-    def _warn_of_stranger(self, endpoint: Endpoint, is_stranger: bool) -> None:
+    def _warn_of_unauthenticated(self, endpoint: Endpoint, is_unauthenticated: bool) -> None:
         """Warn at once, because waiting will hardly help, and the job is silent until its time is over."""
-        if is_stranger and not self._reached_stranger:
-            logger.warning("%s: at %s %s. This job keeps trying", self._config.role, endpoint, _STRANGER)
-        self._reached_stranger = is_stranger
+        if is_unauthenticated and not self._reached_unauthenticated:
+            logger.warning("%s: at %s %s. This job keeps trying", self._config.role, endpoint, _UNAUTHENTICATED)
+        self._reached_unauthenticated = is_unauthenticated
 
     def rejoin(self, state: RejoinState, segment: int | None) -> JoinResult | None:
         """Join the session that listens now, or return None if none does.

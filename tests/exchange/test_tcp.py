@@ -24,7 +24,7 @@ from kit.mailboxes import DEADLINE, MIB, World, a_world, in_background, key, mak
 from kit.support import wait_until
 
 from graftlab.errors import MessageError
-from graftlab.exchange import tcp
+from graftlab.exchange import tcp, unauthenticated
 from graftlab.exchange.channel import frames_in
 from graftlab.exchange.frames import ChunkFrame, DeviceLocation, PublishFrame, decode, encode
 from graftlab.exchange.keys import derive_keys, new_token
@@ -50,7 +50,7 @@ def channels_of(router: RouterSocket) -> list[TcpChannel]:
 def joined(posts: tuple[RouterSocket, RouterSocket]) -> tuple[TcpChannel, TcpChannel]:
     """Both ends of a connection; the second post has made it.
 
-    It tries again as ranks do: until its first frame arrives it is a stranger, and any of many may be ended.
+    It tries again as ranks do: until its first frame arrives it is unauthenticated, and any of many may be ended.
     """
     first, second = posts
     ours = second.connect(first.name, "127.0.0.1", first.port)
@@ -387,7 +387,7 @@ def test_a_frame_that_no_reader_decodes_is_refused_wherever_frames_are_read() ->
             read(b"p")
 
 
-# ---- strangers ------------------------------------------------------------------------------------------------------
+# ---- unauthenticated connections -------------------------------------------------------------------------------------
 
 # ZMTP 3.1, mechanism CURVE, not a server.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -410,11 +410,11 @@ def flood(connection: socket.socket, pump: Callable[[], None]) -> int:
     return sent
 
 
-def test_a_stranger_cannot_send_a_message_of_any_size(posts: tuple[RouterSocket, RouterSocket]) -> None:
-    with socket.create_connection(("127.0.0.1", posts[0].port)) as stranger:
-        stranger.sendall(GREETING + HUGE)
+def test_an_unauthenticated_process_cannot_send_a_message_of_any_size(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    with socket.create_connection(("127.0.0.1", posts[0].port)) as connection:
+        connection.sendall(GREETING + HUGE)
         # What the system's buffers have, and not ZeroMQ.
-        assert flood(stranger, posts[0].pump) < 32 * MIB
+        assert flood(connection, posts[0].pump) < 32 * MIB
     theirs, ours = joined(posts)
     ours.send(b"frame")
     assert heard(theirs, 1) == [b"frame"]
@@ -429,12 +429,12 @@ def test_a_foreign_listener_cannot_send_a_message_of_any_size(posts: tuple[Route
             assert flood(connection, posts[0].pump) < 32 * MIB
 
 
-def still_open(strangers: list[socket.socket]) -> int:
+def still_open(connections: list[socket.socket]) -> int:
     count = 0
-    for stranger in strangers:
+    for connection in connections:
         with contextlib.suppress(ConnectionError):
             try:
-                while stranger.recv(4096):
+                while connection.recv(4096):
                     pass
             except BlockingIOError:
                 count += 1
@@ -444,7 +444,7 @@ def still_open(strangers: list[socket.socket]) -> int:
 @pytest.mark.parametrize(
     ("settings", "most"),
     [
-        ({"_MOST_STRANGERS": 20}, 20),
+        ({"_MOST": 20}, 20),
         # All are slow.
         ({"_SLOW": 0.0}, 8),
         # All have descriptors that are kept for the session.
@@ -452,13 +452,13 @@ def still_open(strangers: list[socket.socket]) -> int:
     ],
     ids=["many", "slow", "no descriptors left"],
 )
-def test_strangers_are_limited_and_keep_no_rank_out(
+def test_unauthenticated_connections_are_limited_and_keep_no_rank_out(
     settings: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Here ZeroMQ ends no handshake, and a busy machine makes none slow.
     monkeypatch.setattr(tcp, "_CONNECT_LIMIT", 600.0)
     for setting, value in {"_SLOW": 1e9, **settings}.items():
-        monkeypatch.setattr(tcp, setting, value)
+        monkeypatch.setattr(unauthenticated, setting, value)
     posts = first, second, third = make_post(0), make_post(1), make_post(2)
     made = []
     try:
@@ -470,7 +470,7 @@ def test_strangers_are_limited_and_keep_no_rank_out(
 
         def few() -> bool:
             first.pump()
-            return len(first._strangers.known) == most and still_open(made) == most
+            return len(first._unauthenticated.known) == most and still_open(made) == most
 
         wait_until(few, "the end of the others")
         from_third, to_first = joined((first, third))
@@ -676,7 +676,7 @@ def test_a_status_older_than_the_last_tensor_sent_proves_no_wait() -> None:
 
 def test_a_socket_that_is_closed_closes_all_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     router, close, closed = make_post(0), os.close, list[int]()
-    held = {router._wake, router._strangers._nothing, router._strangers._spare}
+    held = {router._wake, router._unauthenticated._nothing, router._unauthenticated._spare}
 
     def note(descriptor: int) -> None:
         closed.append(descriptor)

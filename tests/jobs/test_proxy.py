@@ -549,7 +549,7 @@ def test_a_job_and_its_server_on_another_machine_hear_each_other() -> None:
     listener.open(admit)
     client = TcpSessionClient(listener.endpoint, listener.token)
     assert client.ask(REQUEST, DEADLINE) == (ANSWER, [])
-    assert not client.reached_stranger
+    assert not client.reached_unauthenticated
     channel, wake, proxy = client.open_connection([bundled(b"mearly")])
     line.channel.send(b"mlater")
     heard: list[bytes] = []
@@ -583,19 +583,19 @@ def test_a_job_learns_why_it_got_no_answer() -> None:
     assert client.ask(REQUEST, 0.2) is None
     # It waits instead of looking again and again.
     assert len(reads) < 50
-    assert not client.reached_stranger
+    assert not client.reached_unauthenticated
     assert client._router.over.is_set()
 
     other = TcpSessionClient(silent.endpoint, new_token())
     # It does not wait for what cannot come.
     assert in_background(lambda: other.ask(REQUEST, 100 * DEADLINE)).result(DEADLINE) is None
-    assert other.reached_stranger
+    assert other.reached_unauthenticated
     silent.close()
     TcpListener(silent.endpoint, silent.token).close()
 
     nothing = TcpSessionClient(silent.endpoint, silent.token)
     assert in_background(lambda: nothing.ask(REQUEST, 100 * DEADLINE)).result(DEADLINE) is None
-    assert not nothing.reached_stranger
+    assert not nothing.reached_unauthenticated
     # Nor does one that never opened keep its port.
     socket.create_server(silent.endpoint).close()
 

@@ -216,7 +216,7 @@ def test_another_machine_is_asked_until_the_time_is_over(
     with pytest.raises(SessionError, match=r"answered at .* within 2\.2 s: does a session listen there"):
         made._join_over_network(made._config.endpoint)  # type: ignore[arg-type]
     assert (asked, clock.waits) == ([None] * 5, [0.5] * 4)
-    made._reached_stranger = True
+    made._reached_unauthenticated = True
     with pytest.raises(SessionError, match="the process that listens there has a different token"):
         made._join_over_network(made._config.endpoint)  # type: ignore[arg-type]
     monkeypatch.setattr(made, "_ask_over_network", lambda endpoint, state: "admitted")
@@ -228,9 +228,9 @@ def test_a_process_with_another_token_warns_at_once_and_again_after_a_change(
 ) -> None:
     made = client(tmp_path, address=HERE, token=new_token())
     endpoint: Any = made._config.endpoint
-    for is_stranger in (False, True, True, False, True):
-        made._warn_of_stranger(endpoint, is_stranger)
-        assert made._reached_stranger is is_stranger
+    for is_unauthenticated in (False, True, True, False, True):
+        made._warn_of_unauthenticated(endpoint, is_unauthenticated)
+        assert made._reached_unauthenticated is is_unauthenticated
     assert len([line for line in caplog.messages if "This job keeps trying" in line]) == 2
 
 
