@@ -28,7 +28,7 @@ from graftlab.filters.expressions import compile_filter
 # and a job that attaches must not import pandas.
 if TYPE_CHECKING:
     from graftlab.comparison.answers import Comparison
-    from graftlab.jobs.script_launcher import ScriptProcess
+    from graftlab.jobs.script_process import ScriptProcess
     from graftlab.recordings.recorded_side import RecordedSide
 
 _AGREE, _DIFFER, _INCONCLUSIVE = 0, 1, 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from graftlab.base.world import SIDES, Side, other_side
-from graftlab.jobs.script_launcher import ScriptProcess
+from graftlab.jobs.script_process import ScriptProcess
 from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd

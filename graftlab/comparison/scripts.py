@@ -48,7 +48,8 @@ from graftlab.control.run import state_of
 from graftlab.control.run_folder import make_run_folder
 from graftlab.errors import SessionError
 from graftlab.jobs.held_script import uncompared_calls
-from graftlab.jobs.script_launcher import ScriptCommand, ScriptProcess, ScriptSettings, scripts_of, start_scripts
+from graftlab.jobs.script_launcher import ScriptSettings, scripts_of, start_scripts
+from graftlab.jobs.script_process import ScriptCommand, ScriptProcess
 from graftlab.jobs.script_rank import leave
 from graftlab.judging.unmeasured import BEGIN_INPUT
 from graftlab.matching.proposal import Proposal

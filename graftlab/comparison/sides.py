@@ -20,7 +20,7 @@ from graftlab.errors import ConfigError
 
 # A job that attaches imports this module for the arguments of commands, and must not import the comparison.
 if TYPE_CHECKING:
-    from graftlab.jobs.script_launcher import ScriptCommand
+    from graftlab.jobs.script_process import ScriptCommand
     from graftlab.ranks.held_functions import FunctionInFile
 
 # The exit code for wrong usage of a command.
@@ -110,7 +110,7 @@ def command_of(text: str, ranks: int | None) -> ScriptCommand:
 
     Raises :class:`ConfigError` if the text is not a command, or its script does not exist.
     """
-    from graftlab.jobs.script_launcher import ScriptCommand
+    from graftlab.jobs.script_process import ScriptCommand
 
     try:
         words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)

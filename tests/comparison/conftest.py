@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from kit import compared_scripts
 
-from graftlab.jobs import script_launcher
+from graftlab.jobs import script_process
 
 
 @pytest.fixture
@@ -15,4 +15,4 @@ def warm_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     names = SimpleNamespace(
         Popen=compared_scripts.start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
-    monkeypatch.setattr(script_launcher, "subprocess", names)
+    monkeypatch.setattr(script_process, "subprocess", names)

@@ -27,7 +27,7 @@ from graftlab.comparison.sides import command_of, function_in_file, ranks_of_com
 from graftlab.diffs.results import written_path
 from graftlab.errors import ConfigError, SessionError, WaitInterrupted
 from graftlab.jobs import held_script
-from graftlab.jobs.script_launcher import _without_frames_between
+from graftlab.jobs.script_process import _without_frames_between
 from graftlab.jobs.script_rank import ScriptRank
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal

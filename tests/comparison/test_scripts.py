@@ -18,7 +18,7 @@ from kit.processes import still_there, watch
 from kit.support import wait_until
 
 from graftlab.__main__ import main
-from graftlab.jobs import script_launcher
+from graftlab.jobs import script_process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.usefixtures("warm_scripts")]
 
@@ -40,7 +40,7 @@ def test_the_readmes_scripts_are_compared_as_the_readme_shows(
 ) -> None:
     monkeypatch.chdir(ROOT)
     # As a reader's scripts are.
-    monkeypatch.setattr(script_launcher, "subprocess", subprocess)
+    monkeypatch.setattr(script_process, "subprocess", subprocess)
     blocks = prose.blocks(ROOT / "README.md")
     command, shown = next(pair for pair in itertools.pairwise(blocks) if "\ngraftlab compare" in pair[0].text)
     assert main([*shlex.split(command.text.splitlines()[-1])[1:], "--folder", str(tmp_path)]) == 1

@@ -20,7 +20,8 @@ from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import uncompared_calls
-from graftlab.jobs.script_launcher import ScriptCommand, ScriptSettings
+from graftlab.jobs.script_launcher import ScriptSettings
+from graftlab.jobs.script_process import ScriptCommand
 from graftlab.jobs.script_rank import leave
 from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription

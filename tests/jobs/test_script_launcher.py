@@ -27,14 +27,8 @@ from graftlab.jobs.handshake import (
     send_handshake,
 )
 from graftlab.jobs.rendezvous import Rendezvous
-from graftlab.jobs.script_launcher import (
-    ScriptCommand,
-    ScriptProcess,
-    ScriptSettings,
-    _Admission,
-    _environment,
-    start_scripts,
-)
+from graftlab.jobs.script_launcher import ScriptSettings, _Admission, _environment, start_scripts
+from graftlab.jobs.script_process import ScriptCommand, ScriptProcess
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.descriptors import receive_descriptors
 from graftlab.ranks.held_call import WatchChoice
