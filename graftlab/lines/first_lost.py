@@ -77,11 +77,11 @@ def first_lost(
     alike = DIFFERENT if one is None or other is None else agreement(one, other, tolerance)
     level = min(alike + 1, IN_ORDER)
     lost_there, lost_here = (side.first_lost(level) for side in (on_target, on_baseline))
-    lost_there, lost_here = (
-        with_choices(lost_there, lost_here, on_target.flow, on_baseline.flow),
-        with_choices(lost_here, lost_there, on_baseline.flow, on_target.flow),
-    )
     here, there = on_baseline.compared, on_target.compared
+    lost_there, lost_here = (
+        with_choices(lost_there, lost_here, there.flow, here.flow),
+        with_choices(lost_here, lost_there, here.flow, there.flow),
+    )
     lost_there, lost_here = (
         with_constants(there, lost_there, here, lost_here, tolerance),
         with_constants(here, lost_here, there, lost_there, tolerance),
@@ -184,13 +184,13 @@ class _Side:
         return shards_of([self.trace, *(each for n, each in enumerate(self.ranks) if n != self.rank)])
 
     @cached_property
-    def flow(self) -> Dataflow:
+    def _flow(self) -> Dataflow:
         return Dataflow(self.trace)
 
     @property
     def compared(self) -> ComparedSide:
         """This side as the search for partners needs it."""
-        return ComparedSide(self.trace, self._forms, len(self.ranks))
+        return ComparedSide(self._flow, self._forms, len(self.ranks))
 
     def _forms(self, number: int) -> list[Fingerprint]:
         """A value of this rank, and the whole if this rank has a part of it."""
@@ -217,20 +217,20 @@ class _Side:
         # Operations that only arrange numbers that the other side has are lost because their readers are.
         arranges_known = self._arranging_known(level)
         lost = [each for each in everything if each.index not in arranges_known] or everything
-        follows = self.flow.follows_inputs
+        follows = self._flow.follows_inputs
         tap_dependent = [each for each in lost if follows[each.index]]
         genuine = {
             each.index
             for each in lost
             if not follows[each.index] and (self._computes_from_known(each, level) or self._overwrites(each))
         }
-        first = self.flow.without_ancestors(tap_dependent, {each.index for each in tap_dependent})
-        alone = self.flow.without_ancestors(
+        first = self._flow.without_ancestors(tap_dependent, {each.index for each in tap_dependent})
+        alone = self._flow.without_ancestors(
             [each for each in lost if not follows[each.index]], {each.index for each in lost}
         )
         found: dict[int, LostOperation] = {}
         for each in first:
-            ancestors = self.flow.ancestors(each)
+            ancestors = self._flow.ancestors(each)
             for root in alone:
                 if root.index in genuine and root.index in ancestors:
                     found.setdefault(root.index, LostOperation(root, has_equal_inputs=self._has_equal_inputs(root)))
@@ -321,11 +321,11 @@ class _Side:
     def part(self, lost: Sequence[LostOperation], level: int) -> LostPart:
         """Return this side as the search for remedies needs it."""
         first = [each.operation for each in lost if not each.is_later]
-        return LostPart(self.flow, self._lost_here(level), first[:3], self._is_known_to_agree)
+        return LostPart(self._flow, self._lost_here(level), first[:3], self._is_known_to_agree)
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
         """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
-        sources, by_index = self.flow.sources, self.flow.by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
@@ -344,7 +344,7 @@ class _Side:
         """Whether the ranks' results of this operation differ, and a later collective reduces them."""
         parts = [part for number in operation.outputs[:1] for part in self._parts(number)]
         later = (each for each in self.trace.operations if each.is_collective and "reduce" in each.name)
-        return bool(parts) and _differ(parts) and any(operation.index in self.flow.ancestors(each) for each in later)
+        return bool(parts) and _differ(parts) and any(operation.index in self._flow.ancestors(each) for each in later)
 
     def _arranging_known(self, level: int) -> set[int]:
         """The operations that only arrange values that the other side has, directly or through others that do so."""
@@ -353,7 +353,7 @@ class _Side:
             # In execution order: a cache that many operations wrote to has all of them as its sources.
             for each in self.trace.operations:
                 if each.only_arranges and all(
-                    self.level(number) >= level or any(index in found for index in self.flow.sources[number])
+                    self.level(number) >= level or any(index in found for index in self._flow.sources[number])
                     for number in each.inputs
                 ):
                     found.add(each.index)
@@ -366,7 +366,7 @@ class _Side:
         arranges_known = self._arranging_known(level)
         by_index = {each.index: each for each in lost if each.index in arranges_known}
         found: dict[int, TracedOperation] = {}
-        left = [*self.flow.makers(operation)]
+        left = [*self._flow.makers(operation)]
         while left:
             each = by_index.get(left.pop())
             if each is None or each.index in found:
@@ -374,14 +374,14 @@ class _Side:
             sizes = [math.prod(self.trace.values[number].shape) for number in (*each.inputs[:1], *each.outputs[:1])]
             if len(sizes) == 2 and sizes[1] < sizes[0]:
                 found[each.index] = each
-            left += self.flow.makers(each)
+            left += self._flow.makers(each)
         return [found[index] for index in sorted(found)]
 
     def _lost(self, level: int) -> list[TracedOperation]:
         """The operations for which the other side has neither their results nor any that depend on them."""
         rescued: set[int] = set()
         equal: set[int] = set()
-        readers, by_index = self.flow.readers_of_values(), self.flow.by_index
+        readers, by_index = self._flow.readers_of_values(), self._flow.by_index
 
         def has(number: int) -> bool:
             return self.says(number) and self.level(number) >= level
@@ -405,7 +405,7 @@ class _Side:
                     wholes += [own] if number in used else []
                     continue
                 for index in readers[each.index, number]:
-                    if (made := self.flow.part_of(by_index[index], number)) is None:
+                    if (made := self._flow.part_of(by_index[index], number)) is None:
                         own |= index in rescued
                         # What reads the whole, and is lost, may read the rest.
                         rest = size
@@ -430,15 +430,15 @@ class _Side:
         return self._lost_at[level]
 
     def _without_excused(self, lost: list[TracedOperation], level: int) -> list[TracedOperation]:
-        follows, drawn = self.flow.follows_inputs, self.flow.drawn_data()
-        readers = self.flow.readers()
+        follows, drawn = self._flow.follows_inputs, self._flow.drawn_data()
+        readers = self._flow.readers()
         excused: set[int] = set()
         # What is only multiplied by zero, such as the decay of an empty state, makes no difference where the other side
         # has the product, or what it becomes. One that is lost may be wrongly zero.
         hides = {
             each.index
             for each in self.trace.operations
-            if each.outputs and all(map(self.flow.is_constant, each.outputs))
+            if each.outputs and all(map(self._flow.is_constant, each.outputs))
         } - {each.index for each in lost}
         for each in reversed(lost):
             # A constant may be another layer's by mistake, so only values that depend on inputs, and drawn numbers,
@@ -463,7 +463,7 @@ class _Side:
         """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""
         # From torch 2.15 on, the constant of an assignment is a number, no tensor that the operation reads.
         writes = operation.name == "fill_" or (operation.name.endswith("_") and bool(operation.inputs))
-        return writes and all(map(self.flow.is_constant, operation.outputs))
+        return writes and all(map(self._flow.is_constant, operation.outputs))
 
     def _has_equal_inputs(self, operation: TracedOperation) -> bool:
         # The state of a random number generator is an input, too.
@@ -481,7 +481,7 @@ class _Side:
         For a value in a wrong order, these are the operation that first changed its order, perhaps intentionally, and
         the one that gave it the shape of the other side's correctly ordered value.
         """
-        sources, by_index = self.flow.sources, self.flow.by_index
+        sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[int, TracedOperation] = {}
         left = [number for number in operation.inputs if self._is_weak(number)]
         seen = set(left)

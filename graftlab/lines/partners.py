@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import ANY_ORDER, IN_ORDER, Fingerprint, Level, agreement
 from graftlab.lines.lost import LostOperation
-from graftlab.lines.traces import SliceTrace, TracedOperation
+from graftlab.lines.traces import TracedOperation
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ComparedSide:
-    """One rank's trace, with a value's fingerprints (its own, and its whole's), and the number of the side's ranks."""
+    """One rank's operations, the fingerprints of a value (its own, and its whole's), and the number of ranks."""
 
-    trace: SliceTrace
+    flow: Dataflow
     forms: Callable[[int], Sequence[Fingerprint]]
     ranks: int
 
     def shape_of(self, operation: TracedOperation) -> Shape:
         """The shape of an operation's first result."""
-        return self.trace.values[operation.outputs[0]].shape if operation.outputs else ()
+        return self.flow.trace.values[operation.outputs[0]].shape if operation.outputs else ()
 
 
 def plain_shape(each: Fingerprint) -> Shape:
@@ -54,7 +55,7 @@ def with_partners(
             if same or each.is_later
             else [
                 found.index
-                for found in other.trace.operations
+                for found in other.flow.trace.operations
                 if found.name == each.operation.name
                 and not found.only_arranges
                 and _may_correspond(each.operation, found, side, other)
@@ -69,9 +70,11 @@ def with_partners(
         own = sorted(index for index, same in candidates.items() if same == found)
         if len(own) == len(found):
             partners.update(zip(own, found, strict=True))
-    by_index: dict[int | None, TracedOperation] = {each.index: each for each in other.trace.operations}
     found_partners = [(each, partners.get(each.operation.index)) for each in lost]
-    return [replace(each, partner=found, counterpart=by_index.get(found)) for each, found in found_partners]
+    return [
+        each if found is None else replace(each, partner=found, counterpart=other.flow.by_index.get(found))
+        for each, found in found_partners
+    ]
 
 
 def with_constants(
@@ -89,7 +92,7 @@ def with_constants(
     for theirs in others:
         if theirs.is_suspect or theirs.is_later or not theirs.has_equal_inputs:
             continue
-        for each in side.trace.operations:
+        for each in side.flow.trace.operations:
             made = [form for number in each.outputs for form in side.forms(number)]
             if (
                 not (each.only_arranges or each.reads_shape_alone)
