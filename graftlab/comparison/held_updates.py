@@ -61,7 +61,8 @@ def judge_held_updates(
     has_closure = any(each.has_closure for each in (*baseline, *target))
     has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    step = _judge_step(repeats, choice, rows, gradients, len(target))
+    settings = _differing_settings(baseline[0], target[0], rows)
+    step = _judge_step(repeats, choice, rows, gradients, len(target), names_lines=not settings)
     if step.from_parts:
         # The first sentence is on the parts, which the step makes whole; those on factors may explain another update.
         others = gradients.sentences[1:] if step.verdict.named else ()
@@ -79,7 +80,6 @@ def judge_held_updates(
         if any(one.not_repeated for one in each)
     ]
     parted = [*_without_state(given, rows, baseline[0], target[0]), *_parted(rows)]
-    settings = _differing_settings(baseline[0], target[0], rows)
     conclusion = ReasonedAnswer(answer_of(step.verdict.findings, not moved, True))
     if not (has_closure or has_gradients):
         conclusion.doubt("No gradient was compared: those of the two sides have no names and shapes in common.")
@@ -142,15 +142,19 @@ def _judge_step(
     rows: Sequence[Mapping[str, Any]],
     gradients: GradientFindings,
     ranks: int,
+    names_lines: bool,
 ) -> _Step:
-    """Judge both sides' steps from equal inputs; if the target's may add up its ranks' gradients, from these parts."""
+    """Judge both sides' steps from equal inputs; if the target's may add up its ranks' gradients, from these parts.
+
+    ``names_lines`` says to look for the lines of source at which the steps differ.
+    """
     session = repeats.session
     may_add = bool(gradients.parts) and repeats.in_place
     from_parts = _update_from_parts(session, gradients, choice.threshold) if may_add else None
     taken = take_equal_inputs(session)
     if from_parts is None:
-        # Swaps and lines of source show where a model's values arise, but an update is the code of a single optimizer.
-        verdict = repeats.verdict(choice, explain=False)
+        # Swaps show which of a model's values matter; all results of an update do.
+        verdict = repeats.verdict(choice, explain="lines" if names_lines else False)
         # The step may reduce them, and make a mistake in that.
         tried = "From its ranks' own gradients the target's step does not compute the baseline's update."
         return _Step(verdict, taken, tried=(tried,) if may_add else ())

@@ -95,12 +95,14 @@ class Repeats:
             return str(failed[0])
         return None
 
-    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
+    def verdict(
+        self, choice: JudgingChoice, *, explain: bool | Literal["lines"] = True, gradient_parts: bool = False
+    ) -> Verdict:
         """Judge these runs. ``gradient_parts`` says that the script may add up gradients over its ranks afterwards."""
         request = VerdictRequest(
             repeat_call,
             repeat_call,
-            output=choice.output if explain else None,
+            output=choice.output if explain is True else None,
             floor=choice.floor,
             threshold=choice.threshold,
             explain=explain,

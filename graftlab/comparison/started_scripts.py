@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from graftlab.base.text import counted
 from graftlab.base.world import SIDES, Side
@@ -182,12 +182,14 @@ class StartedScripts(Repeats):
     def add_backward(self) -> str | None:
         return self._no_backward
 
-    def verdict(self, choice: JudgingChoice, *, explain: bool = True, gradient_parts: bool = False) -> Verdict:
+    def verdict(
+        self, choice: JudgingChoice, *, explain: bool | Literal["lines"] = True, gradient_parts: bool = False
+    ) -> Verdict:
         # To find parts of gradients takes several more starts.
         request = VerdictRequest(
             repeat_call,
             repeat_call,
-            choice.output if explain else None,
+            choice.output if explain is True else None,
             choice.floor,
             None,
             choice.threshold,

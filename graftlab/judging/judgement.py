@@ -723,7 +723,7 @@ class Judgement:
         )
 
     def _explains(self, naming: Naming) -> bool:
-        return self._runs.request.explain and bool(naming.named)
+        return self._runs.request.explain is True and bool(naming.named)
 
     def _can_swap(self, evidence: Evidence, naming: Naming) -> bool:
         if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
@@ -733,7 +733,8 @@ class Judgement:
     def _can_trace(self, naming: Naming) -> bool:
         """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
         of_functions = naming.job_remarks is None
-        return self._explains(naming) and not (of_functions and naming.not_repeated)
+        may_trace = self._runs.request.explain and naming.named
+        return bool(may_trace) and not (of_functions and naming.not_repeated)
 
     def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
         """The effect of the named groups on each output, by the output's title, and remarks on it."""
@@ -786,7 +787,7 @@ class Judgement:
         found = [*naming.quantised.text]
         groups = naming.quantised.outputs(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.explain and self._can_swap(evidence, naming)
+        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
         if not groups or naming.named or output is None or not swappable or output.group in groups:
             return found, False
         measured = self._attempt("the swap of quantised modules", lambda: swaps.with_and_without(groups, output), None)
@@ -809,7 +810,7 @@ class Judgement:
             others = ~naming.frame["name"].isin([*naming.quantised.floors, *naming.quantised.scaled])
             found = replace(found, stands_out=taps_that_stand_out(naming.frame[others]))
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.explain and self._can_swap(evidence, naming)
+        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
             return found
         measured = self._attempt(

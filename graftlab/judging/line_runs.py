@@ -396,6 +396,9 @@ class LineSearch:
             elif agrees and len(call.grafts) == 1:
                 call.confirmed.update(call.grafted)
                 call.is_settled = True
+            elif agrees and self._makes_tap(call, call.grafts[-1]):
+                # With the tap's own value replaced it agrees whatever is computed before.
+                call.is_settled = True
             elif agrees and all(index in call.appeared for line in call.grafts[1:] for index in line):
                 # Each line read equal values only once the one before it had the baseline's values.
                 call.confirmed.update(call.grafted)
@@ -406,6 +409,12 @@ class LineSearch:
             else:
                 # What is lost now is lost for another reason.
                 self._compare([call], traced)
+
+    def _makes_tap(self, call: _TracedCall, graft: LineGraft) -> bool:
+        """Whether one of these operations of the target is the last to write the tap's value."""
+        assert self._traced is not None
+        own = self._traced.target[call.rank][self._found_calls.index(call)]
+        return own is not None and max(own.values[own.result].sources, default=-1) in graft
 
     def _is_as_before(self, call: _TracedCall, traced: TracedRun) -> bool:
         """Whether the operations that were changed are those of the first traced run."""

@@ -26,7 +26,8 @@ class VerdictRequest:
     floor: float | Literal["auto"] = "auto"
     exact: Callee | None = None
     threshold: float = 5.0
-    explain: bool = True
+    explain: bool | Literal["lines"] = True
+    """``"lines"`` looks for lines of source, and does without the runs that show effects."""
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
     steps: int = 1

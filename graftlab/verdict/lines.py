@@ -111,7 +111,10 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     are_alike = len(first) > 1 and len({each.operation.partition("(")[0].rstrip("_") for each in first}) == 1
     what = "first differ" if is_confirmed or are_alike else "that only one side has begin"
     head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values {what} here"
-    tap = f"{listed(confirmed, most=4)} agrees" if is_of_all and len(confirmed) < len(with_lines) else "the tap agrees"
+    tap = "the tap agrees"
+    if is_of_all and len(confirmed) < len(with_lines):
+        names = [each.partition("@")[0] for each in confirmed]
+        tap = f"{listed(names, most=4)} {'agrees' if len(names) == 1 else 'agree'}"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
         head += f"; without this operation {tap}:"
     elif any(each.confirmed and each.is_only_here for each in shown):

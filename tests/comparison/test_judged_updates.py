@@ -55,7 +55,8 @@ GIVEN = (("w", "param", 0.0), ("w", "param_grad", 0.0))
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What is given, and what was done."""
-    made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], gradients=GradientFindings(), named=())
+    made = SimpleNamespace(given=rows(*GIVEN), taken=rows(*GIVEN), done=[], explained=[])
+    made.gradients, made.named = GradientFindings(), ()
     made.rounding, made.data, made.following, made.after, made.moved, made.of_sums = (
         [],
         [],
@@ -77,8 +78,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(held_updates, "restore_plan", lambda session: made.done.append("restored"))
     monkeypatch.setattr(held_updates, "judge_gradients", lambda *given: made.gradients)
 
-    def verdict(choice: Any, *, explain: bool) -> Verdict:
-        assert not explain
+    def verdict(choice: Any, *, explain: object) -> Verdict:
+        made.explained.append(explain)
         apart = [(name, kind, 0.1 if name in made.named else 0.0) for name, kind in made.taps]
         frame = added_frame(rows(*apart, status="grafted"), {}, compared=rows(*apart), constant=1e-6)
         named = [group for group in frame["group"] if group.partition("@")[0] in made.named]
@@ -411,6 +412,12 @@ def test_values_of_later_calls_stay_named_if_nothing_else_is() -> None:
     frame = labelled(added_frame(given, {}, constant=1e-6), ["h", "w@param"], (), {}, 5.0)
     assert held_updates._model_inherits(Findings(frame, 5.0, 1)).named == ["w@param"]
     assert held_updates._model_inherits(Findings(frame[frame["name"] == "h"], 5.0, 1)).named == ["h"]
+
+
+def test_lines_of_source_are_searched_unless_settings_explain_the_update(made: Any) -> None:
+    judged(made)
+    judged(made, update(settings={"lr": {"w": 0.1}}), update(settings={"lr": {"w": 0.2}}))
+    assert made.explained == ["lines", False]
 
 
 def test_settings_are_compared_by_weight_and_said_once() -> None:

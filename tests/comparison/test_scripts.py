@@ -273,6 +273,17 @@ def test_a_wrong_optimizer_is_distinguished_from_the_model(tmp_path: Path, capsy
     )
 
 
+def test_the_line_of_an_optimizer_that_computes_another_update_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = compared(capsys, tmp_path, f"{TRAINS} normed", f"{TRAINS} largest", "--calls", "1")
+    assert answer["answer"] == "differ"
+    first, of_target, of_baseline = str(answer["text"]).splitlines()[3:6]
+    assert first == "The values first differ here; with the baseline's value there, the tap agrees:"
+    assert "size = weight.grad.norm(torch.inf)" in of_target
+    assert "size = weight.grad.norm()" in of_baseline
+
+
 def test_another_loss_beside_equal_gradients_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = compared(capsys, tmp_path, TRAINS, f"{TRAINS} shifted", "--calls", "1")
     assert answer["answer"] == "inconclusive", answer["text"]

@@ -49,7 +49,15 @@ class Traced:
     """A traced run of one rank on each side, with the operations that lead to each call."""
 
     def __init__(self, *slices: tuple[int, ...]) -> None:
-        own = [SimpleNamespace(operations=[operation(index) for index in each], is_cut_short=False) for each in slices]
+        own = [
+            SimpleNamespace(
+                operations=[operation(index) for index in each],
+                is_cut_short=False,
+                result=0,
+                values=[SimpleNamespace(sources=each)],
+            )
+            for each in slices
+        ]
         self.target = self.baseline = [own]
         self.rows: Any = None
 
@@ -231,6 +239,10 @@ def test_the_first_of_two_operations_is_left_out_to_see_whether_it_is_needed(sea
         ({"grafts": [{1: 10}, {2: 20}], "appeared": {1}}, True, set(), False, True),
         ({"grafts": [{1: 10}, {2: 20}]}, None, set(), True, False),
         ({"grafts": [{1: 10}, {2: 20}, {3: 30}]}, True, set(), True, False),
+        # The last operation of the three makes the tap's own value, so that its graft says nothing of earlier ones.
+        ({"grafts": [{3: 30}]}, True, {3}, True, False),
+        ({"grafts": [{1: 10}, {3: 30}], "appeared": {3}}, True, set(), True, False),
+        ({"grafts": [{1: 10}, {3: 30}]}, True, set(), True, False),
         ({"grafts": [{2: 20}], "left_out": {1: 10}}, True, {2}, True, False),
         ({"grafts": [{2: 20}], "left_out": {1: 10}}, False, {1, 2}, True, False),
         ({"grafts": [{2: 20}], "left_out": {1: 10}}, None, {1, 2}, True, False),
@@ -241,7 +253,8 @@ def test_what_is_confirmed_follows_from_whether_the_tap_agrees_now(
 ) -> None:
     mine = call("a", **given)
     search.agreeing["a"] = agrees
-    search._judge([mine], Traced((1, 2, 3)))
+    search._traced, search._found_calls = Traced((1, 2, 3)), [mine]
+    search._judge([mine], search._traced)
     assert (mine.confirmed, mine.is_settled, mine.is_to_leave_out) == (confirmed, settled, leaves_out)
     assert not search._not_confirmed
 

@@ -1,5 +1,6 @@
 """Three training steps of a model that is split over the ranks as in tensor parallel. ``rate`` doubles the learning
-rate; ``unreduced`` forgets the reduction of the backward pass; ``shifted`` adds a constant to the loss.
+rate; ``unreduced`` forgets the reduction of the backward pass; ``shifted`` adds a constant to the loss. ``normed`` has
+an optimizer that is written here, which divides each gradient by its norm, and ``largest`` by another norm.
 """
 
 import os
@@ -68,8 +69,19 @@ class Model(nn.Module):
         return self.last(x + self.split(x))
 
 
+class Normed(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            size = weight.grad.norm()
+            if "largest" in sys.argv:
+                size = weight.grad.norm(torch.inf)
+            weight.sub_(weight.grad / size, alpha=self.param_groups[0]["lr"])
+
+
 model = Model()
-optimizer = torch.optim.SGD(model.parameters(), 0.2 if "rate" in sys.argv else 0.1)
+kind = Normed if {"normed", "largest"} & {*sys.argv} else torch.optim.SGD
+optimizer = kind(model.parameters(), 0.2 if "rate" in sys.argv else 0.1)
 for _ in range(3):
     loss = model(torch.randn(3, 16)).square().mean()
     (loss + 0.5 if "shifted" in sys.argv else loss).backward()
