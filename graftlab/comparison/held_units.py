@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from graftlab.base.text import counted
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.jobs.script_process import ScriptProcess
 from graftlab.ranks.held_call import CallDescription
@@ -95,6 +96,37 @@ def numbers_given(held: HeldUnits) -> tuple[int, int]:
         max((t.numel() for call in side[:1] for t in call.whole_numbers.values()), default=0) for side in calls
     )
     return ours, theirs
+
+
+@dataclass(frozen=True)
+class PartOfModel:
+    """A model that has less than half as many weights as the one that the other side calls, as a part of it has."""
+
+    side: Side
+    name: str
+    weights: int
+    whole: str
+    all_weights: int
+
+    def not_compared(self, count: int) -> str:
+        """A phrase on this many calls of the part."""
+        other = other_side(self.side)
+        return (
+            f"{counted(count, 'call')} of {self.name} by the {self.side}: it has {self.weights:,} weights, and the "
+            f"{other}'s {self.whole} {self.all_weights:,}, so it is perhaps a part that is called alone."
+        )
+
+
+def part_of_model(held: HeldUnits) -> PartOfModel | None:
+    """The model that is perhaps a part of the other side's; None if neither is, or ranks may share the weights."""
+    ours, theirs = described_as(held, CallDescription)
+    if len(ours) != 1 or len(theirs) != 1:
+        return None
+    for side, part, whole in zip(SIDES, (ours[0], theirs[0]), (theirs[0], ours[0]), strict=True):
+        if 2 * part.weights < whole.weights:
+            # The same part of each layer is Part, Part[1] and so on.
+            return PartOfModel(side, part.model.partition("[")[0], part.weights, whole.model, whole.weights)
+    return None
 
 
 Description = TypeVar("Description", CallDescription, UpdateDescription)

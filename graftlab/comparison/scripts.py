@@ -25,10 +25,12 @@ from graftlab.comparison.held_calls import (
 )
 from graftlab.comparison.held_units import (
     HeldUnits,
+    PartOfModel,
     described_as,
     failure_of,
     numbers_given,
     other_exit_code,
+    part_of_model,
     split_alike,
     trains,
     why_not_held,
@@ -61,7 +63,7 @@ from graftlab.ranks.holding import describe_call, describe_result, keep_inputs, 
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.unexplained import compare_returned
+from graftlab.verdict.unexplained import ReturnedValues, compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, text_before_exception
 
 if TYPE_CHECKING:
@@ -208,6 +210,10 @@ class _HeldInTurn:
         self._buffers: set[str] = set()
         # Sentences on calls that raise.
         self._raised: list[str] = []
+        # How many calls of one side were left out because its model is perhaps a part of the other side's.
+        self._of_parts: Counter[PartOfModel] = Counter()
+        # The comparison of the first of these calls, for use if no other call can be judged.
+        self._left_out: Comparison | None = None
         # The comparison of a call that raises on one side, and differs before.
         self._before_exception: Comparison | None = None
         # The newest calls of the first ranks, and the previous ones.
@@ -266,6 +272,10 @@ class _HeldInTurn:
                         self._proposals.popitem()
                     compared = replace(compared, answer="agree")
                 elif compared.answer == "inconclusive" and self._may_follow(held, compared):
+                    part = part_of_model(held)
+                    if part is not None and not self._returned(held).compared:
+                        self._leave_out(part, compared)
+                        continue
                     # A later call may differ, or tell more.
                     self._undecided[len(self._models) - 1] = compared
                     compared = replace(compared, answer="agree")
@@ -305,7 +315,9 @@ class _HeldInTurn:
             return self._with(compared, (why, self._agreed(), *remarks), "inconclusive")
         # A single inconclusive call has its reasons in its own text.
         is_only = len(self._undecided) == len(self._models) == 1 and not self._updates
-        return self._with(compared, ("" if is_only else self._agreed(), *remarks))
+        # The target may lack what such a call of the baseline returns.
+        unclear = any(part.side == "baseline" for part in self._of_parts)
+        return self._with(compared, ("" if is_only else self._agreed(), *remarks), "inconclusive" if unclear else None)
 
     def _left_elsewhere(self, compared: Comparison) -> list[str]:
         """Sentences on what was not checked in other calls than the one of this comparison."""
@@ -338,7 +350,9 @@ class _HeldInTurn:
         return HeldUnits(run.baseline if ours else before.baseline, run.target if theirs else before.target)
 
     def _brought_together(self, held: HeldUnits) -> HeldUnits | None:
-        """Let a side continue whose call raises, or that calls while the other makes its update; None if time is over.
+        """Let a side continue whose call raises or was left out, or that calls while the other makes its update.
+
+        Returns None if time is over.
 
         Raises :class:`SessionError` if calls only raise.
         """
@@ -352,6 +366,9 @@ class _HeldInTurn:
             elif (side := held.behind) is not None:
                 self._note_needs(held)
                 following = self._next(side, held)
+            elif (part := part_of_model(held)) is not None and part in self._of_parts:
+                self._of_parts[part] += 1
+                following = self._next(part.side, held)
             else:
                 return held
         return None
@@ -405,9 +422,8 @@ class _HeldInTurn:
         """The comparison so far if this call's results agree, or prove nothing; None if the call must be judged."""
         if trains(held) or self._unpaired is not None:
             return self._compared
-        ours, theirs = described_as(held, CallDescription)
-        pairs = self._session.plan.pairs
-        found = compare_returned([each.plain for each in ours], [each.plain for each in theirs], pairs)
+        ours, _ = described_as(held, CallDescription)
+        found = self._returned(held)
         # A value that only one side returns, or in another shape, is a difference too.
         if found.lost or any(is_beyond_rounding(each, self._choice.judging.threshold) for each in found.differences):
             return None
@@ -416,6 +432,18 @@ class _HeldInTurn:
         else:
             self._judged_by = 0.0
         return self._compared
+
+    def _returned(self, held: HeldUnits) -> ReturnedValues:
+        """The results of both sides' calls, compared."""
+        ours, theirs = ([each.plain for each in calls] for calls in described_as(held, CallDescription))
+        return compare_returned(ours, theirs, self._session.plan.pairs)
+
+    def _leave_out(self, part: PartOfModel, compared: Comparison) -> None:
+        """Forget the comparison of a call of a part of a model, so that the other side's call gets a later partner."""
+        self._left = {line: call for line, call in self._left.items() if call < len(self._models)}
+        self._models.pop()
+        self._of_parts[part] = 0
+        self._left_out = self._left_out or compared
 
     def _described_whole(self, held: HeldUnits) -> HeldUnits:
         if not self._are_judged:
@@ -573,7 +601,8 @@ class _HeldInTurn:
             for side in SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
-        every = (*remarks, *compared.remarks, *self._raised, *elsewhere)
+        of_parts = [f"{NOT_CHECKED}{part.not_compared(count)}" for part, count in self._of_parts.items()]
+        every = (*remarks, *compared.remarks, *self._raised, *of_parts, *elsewhere)
         return replace(compared, remarks=every, answer=answer or compared.answer, how=how, starts=starts)
 
     def _may_follow(self, held: HeldUnits, compared: Comparison) -> bool:
@@ -692,6 +721,8 @@ class _HeldInTurn:
             for side, process in scripts.items()
             if (how := failure_of(process, held.of(side))) is not None
         ]
+        if not self._judged and self._left_out is not None:
+            return self._with(self._left_out, remarks)
         if not self._judged:
             raise SessionError("\n".join([*remarks, *self._raised]) or _NOTHING_TO_JUDGE)
         if not remarks and held.have_ended and (other := other_exit_code(scripts)) is not None:

@@ -68,7 +68,10 @@ class Dataflow:
 
     @cached_property
     def follows_inputs(self) -> Mapping[int, bool]:
-        """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input."""
+        """Whether each operation depends on a tap's value, or if no tap precedes the result, on any input.
+
+        New memory of a tensor's shape does not, whatever is written to it later.
+        """
         values = self.trace.values
         has_taps = any(value.tap is not None for value in values.values())
 
@@ -80,8 +83,8 @@ class Dataflow:
 
         found: dict[int, bool] = {}
         for each in self.trace.operations:
-            found[each.index] = any(map(begins, each.inputs)) or any(
-                found.get(index, False) for index in self.makers(each)
+            found[each.index] = not reads_shape_alone(each) and (
+                any(map(begins, each.inputs)) or any(found.get(index, False) for index in self.makers(each))
             )
         return found
 

@@ -108,6 +108,8 @@ class CallDescription:
     """The dropouts and batch norms in training mode, by name."""
     is_training: bool = False
     """Whether the model itself is in training mode."""
+    weights: int = 0
+    """How many numbers the model's weights have."""
 
     @property
     def returned(self) -> dict[str, torch.Tensor]:
@@ -247,7 +249,11 @@ class HeldCall:
             trained=tuple(self._trained()),
             in_training=tuple(self._in_training()),
             is_training=any(model.training for model in self._models.values()),
+            weights=self._weights(),
         )
+
+    def _weights(self) -> int:
+        return sum(weight.numel() for model in self._models.values() for weight in model.parameters())
 
     def _weight_versions(self) -> list[int]:
         """How often each weight was written to; weights of inference mode do not count it."""
@@ -265,7 +271,7 @@ class HeldCall:
             return self._describe_failure(error, watches=False)
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
-        return CallDescription(self._kind, self._number, needs_backward, (), plain, plain)
+        return CallDescription(self._kind, self._number, needs_backward, (), plain, plain, weights=self._weights())
 
     def _describe_failure(self, error: Exception, *, watches: bool) -> CallDescription:
         """Describe a call that raises; if it ``watches``, with the taps that it reaches before, which stay."""

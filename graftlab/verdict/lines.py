@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -108,7 +109,7 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     is_confirmed = any(each.confirmed for each in shown)
     # One side may compute the same in other steps, and its first values that the other lacks may be right.
     first = {each.side: each for each in reversed(shown)}.values()
-    are_alike = len(first) > 1 and len({each.operation.partition("(")[0].rstrip("_") for each in first}) == 1
+    are_alike = len(first) > 1 and _are_alike(*first)
     what = "first differ" if is_confirmed or are_alike else "that only one side has begin"
     head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values {what} here"
     tap = "the tap agrees"
@@ -129,6 +130,13 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     width = max(map(len, places))
     drawn = [] if is_confirmed else _drawn([*first])
     return [head, *(_in_words(each, place.ljust(width)) for each, place in zip(shown, places, strict=True)), *drawn]
+
+
+def _are_alike(one: DifferingLine, other: DifferingLine) -> bool:
+    """Whether two lines make the same operation, and one result is as large as the other or has a rank's part of it."""
+    names = [each.operation.partition("(")[0].rstrip("_") for each in (one, other)]
+    sizes = sorted(math.prod(each.shapes[-1]) for each in (one, other) if each.shapes)
+    return names[0] == names[1] and (len(sizes) < 2 or sizes[1] % max(sizes[0], 1) == 0)
 
 
 def _drawn(first: Sequence[DifferingLine]) -> list[str]:

@@ -549,6 +549,64 @@ def test_an_inconclusive_call_of_equal_shapes_is_not_excused_as_a_micro_batch(
         assert "Call 1 can only be judged in part." in result.remarks[0]
 
 
+# ---- calls of a part of a model --------------------------------------------------------------------------------------
+
+
+def filter_call(number: int, **more: Any) -> CallDescription:
+    """A call of a part of Net, as of one that makes a table when weights are loaded."""
+    return call(number, torch.ones(3), **{"model": "Filter", "weights": 10, **more})
+
+
+def net_calls(count: int, first: int = 1) -> list[CallDescription]:
+    return [call(number, weights=100) for number in range(first, first + count)]
+
+
+def test_a_part_of_a_model_leaves_the_other_side_to_a_later_call_of_the_whole(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    found = of_scripts()
+
+    def answer(kind: str, baseline: Any, target: Any) -> Comparison:
+        found.judged.append(f"{kind} {baseline[0].number}")
+        return compared("agree" if baseline[0].model == target[0].model else "inconclusive")
+
+    found.answer = answer  # type: ignore[method-assign]
+    parts = [filter_call(1), filter_call(2, model="Filter[1]")]
+    agree = found.judge(net_calls(2), [*parts, *net_calls(2)])
+    # The second part is not judged again.
+    assert found.judged == ["call 1", "call 1", "call 2"]
+    assert agree.answer == "agree"
+    assert agree.remarks == (
+        "2 calls of Net agree.",
+        "Not checked: 2 calls of Filter by the target: it has 10 weights, and the baseline's Net 100, so it is perhaps "
+        "a part that is called alone.",
+    )
+    # What the baseline's part returns may be what the target lacks.
+    assert found.judge([*parts, *net_calls(2)], net_calls(2)).answer == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("more", "judged"),
+    [
+        # Results that can be compared make two calls partners, however few weights one model has.
+        ({"result": torch.ones(8)}, ["call 1", "call 2"]),
+        # So do models of about one size.
+        ({"weights": 50}, ["call 1", "call 2"]),
+        ({}, ["call 1"]),
+    ],
+)
+def test_only_a_small_model_without_common_results_is_taken_for_a_part(
+    of_scripts: Callable[..., Compared], more: dict[str, Any], judged: list[str]
+) -> None:
+    found = of_scripts()
+    found.answers = {"call 1": "inconclusive"}
+    result = more.pop("result", torch.ones(3))
+    parts = [replace(filter_call(number), plain={"logits": result}, **more) for number in (1, 2)]
+    unclear = found.judge(net_calls(2), parts)
+    # Nothing was judged if both calls of the target were left out.
+    assert (unclear.answer, found.judged) == ("inconclusive", judged)
+
+
 # ---- calls that raise ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from graftlab.lines.lost import LostOperation
 
 def operation(index: int, name: str = "add") -> Any:
     frame = SimpleNamespace(file="model.py", line=index, source=f"line {index}")
-    return SimpleNamespace(index=index, name=name, frames=(frame,), is_random=False, inputs=(1,))
+    return SimpleNamespace(index=index, name=name, frames=(frame,), is_random=False, inputs=(1,), only_arranges=False)
 
 
 def _traced(index: int) -> Any:

@@ -27,7 +27,7 @@ def operation(index: int, line: int | None = None, name: str = "add", **more: An
     number = index if line is None else line
     frames = tuple(SimpleNamespace(file="model.py", line=n, source=f"line {n}") for n in (number, 99)) if number else ()
     usual = {"call": f"{name}(x)", "arguments": (), "shapes": ((2,),), "is_random": False, "inputs": (1,)}
-    usual |= {"is_collective": False}
+    usual |= {"is_collective": False, "only_arranges": False}
     return SimpleNamespace(index=index, name=name, frames=frames, **{**usual, **more})
 
 
@@ -358,6 +358,13 @@ def test_a_line_has_all_that_was_found_about_its_operation() -> None:
     assert not line.is_random
     (line,) = lines_of(call(before=on_both([lost(1, of={"is_random": True})])))
     assert line.is_random
+
+
+def test_a_line_that_only_arranges_may_be_intended_unless_it_is_confirmed() -> None:
+    view, add = lost(1, of={"only_arranges": True}), lost(2)
+    assert [each.is_suspect for each in lines_of(call(before=on_both([view, add], [view])))] == [True, False, True]
+    (line,) = lines_of(call(before=on_both([view]), kept=[view], confirmed={1}))
+    assert not line.is_suspect
 
 
 def test_operations_of_one_line_are_one_line_which_any_of_them_confirms() -> None:

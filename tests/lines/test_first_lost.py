@@ -944,6 +944,18 @@ def test_new_memory_that_is_filled_later_is_no_suspect() -> None:
     assert sources(found.target)[0] == "pool[block, step % 2] = x[:, step, 0]"
 
 
+def test_new_memory_like_a_value_is_not_computed_from_it() -> None:
+    def by_rows(x: Tensor) -> Tensor:
+        out = x.new_zeros(6, 16)
+        for row in range(6):
+            scaled = x[row] * 3
+            out[row, :8] = scaled.exp()
+        return out[:, :8]
+
+    found = compared(lambda x: (x * 2).exp(), by_rows, WEIGHT)
+    assert sources(found.target)[0] == "scaled = x[row] * 3"
+
+
 def test_a_result_that_nothing_reads_loses_no_operation() -> None:
     def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
         def add(x: Tensor) -> Tensor:

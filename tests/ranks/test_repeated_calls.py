@@ -155,6 +155,12 @@ def test_a_call_is_described_with_the_weights_that_need_gradients() -> None:
     assert of(lambda: model(torch.ones(2)), model).describe().trained == ("0.weight", "1.weight")
 
 
+def test_a_call_is_described_with_the_number_of_its_models_weights() -> None:
+    model = nn.Linear(3, 2)
+    held = of(lambda: model(torch.ones(3)), model)
+    assert held.describe().weights == held.describe_result().weights == 8
+
+
 def test_a_call_is_described_with_what_behaves_as_in_training() -> None:
     model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.AlphaDropout(0.1))
     model[4].eval()

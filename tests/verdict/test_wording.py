@@ -390,6 +390,10 @@ def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
     assert shown(theirs, replace(ours, operation="addmm(f32[2])")) == one_sided
     assert shown(theirs) == one_sided
     assert shown(theirs, replace(ours, operation="silu_(f32[2])")) == "The values first differ here (not confirmed):"
+    # A padded and a packed batch have no value in common, and a rank has a part of the baseline's.
+    padded, packed, whole, part = (((2, 3), size) for size in ((27, 64), (21, 32), (8, 32), (8, 16)))
+    assert shown(replace(theirs, shapes=padded), replace(ours, shapes=packed)) == one_sided
+    assert "first differ" in shown(replace(theirs, shapes=part), replace(ours, shapes=whole))
     # Of two lines of a side the first is its counterpart.
     meant = replace(theirs, is_suspect=True), replace(theirs, line=8, operation="mul(f32[2])")
     assert shown(*meant, ours) == "The values first differ here (not confirmed):"
