@@ -521,7 +521,9 @@ class Judgement:
 
     def _outputs(self, grafted: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
         paths = [each.path for each in returned.differences] if returned is not None else []
-        return find_outputs(grafted, self._runs.request.output, paths)
+        # After an exception no output is computed, and the values before it are judged.
+        name = self._runs.request.output if self._runs.raised is None else None
+        return find_outputs(grafted, name, paths)
 
     # ---- what is computed differently ---------------------------------------------------------------------------
 

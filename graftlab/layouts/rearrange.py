@@ -130,6 +130,12 @@ class Rearrange:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes)
         return f"rearrange({self.pattern!r}{sizes})" if sizes else self.pattern
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether it only splits and merges dimensions, so that all numbers remain in their order."""
+        left, right = ([axis for group in side for axis in group] for side in self._sides)
+        return left == right
+
     def with_other_sizes(self, shape: Sequence[int]) -> Rearrange:
         """The same rearrangement of this shape, with the size of the other axis given where a dimension splits in two.
 
@@ -154,7 +160,7 @@ class Rearrange:
             left.pop()
             kept += right.pop() is not None
         axes = [axis for group in left for axis in group]
-        if not (kept and axes) or ELLIPSIS in axes or axes != [axis for group in right for axis in group]:
+        if not (kept and axes and self.keeps_order) or ELLIPSIS in axes:
             return None
         pattern = " -> ".join(" ".join([*map(_shown, groups), ELLIPSIS]) for groups in (left, right))
         return Rearrange(pattern, tuple((axis, size) for axis, size in self.sizes if axis in axes))

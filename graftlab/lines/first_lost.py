@@ -324,12 +324,17 @@ class _Side:
         return LostPart(self._flow, self._lost_here(level), first[:3], self._is_known_to_agree)
 
     def _state(self, operation: TracedOperation) -> tuple[StateRead, ...]:
-        """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read."""
+        """Tensors that outlive a call, which this reads, perhaps rearranged, and the other side does not read.
+
+        What it reads of one may be a value that the other side computes, such as the rows of a table of angles.
+        """
         sources, by_index = self._flow.sources, self._flow.by_index
         found: dict[str, StateRead] = {}
         left = list(operation.inputs)
         while left:
             number = left.pop(0)
+            if self.says(number) and self.level(number) == IN_ORDER:
+                continue
             value = self.trace.values[number]
             if value.path is not None and self.says(number) and not self.level(number):
                 # Earlier calls were not traced, so the writer may be unknown.

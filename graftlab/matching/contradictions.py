@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Gather, Layout, Part, Rows, Window, join_parts
+from graftlab.layouts import Gather, Layout, Part, Rearrange, Rows, Window, join_parts
 from graftlab.matching.names import (
     fused_roles,
     in_any_layer,
@@ -173,10 +173,17 @@ def _share(pair: Pair) -> tuple[int, int]:
 
 
 def _arrangement(pair: Pair) -> tuple[str, str, str]:
-    """A pair's layout without the steps for the rows of the batch, which may be written in several ways."""
-    steps = tuple(step for step in pair.layout.steps if not isinstance(step, (Gather, Rows)))
-    layout = pair.layout if len(steps) == len(pair.layout.steps) else Layout(steps, pair.layout.mesh)
-    return layout.text, pair.whole, layers_of(pair.baseline)
+    """A pair's layout without the steps for the rows of the batch, which may be written in several ways.
+
+    It is also without the sizes of a reshape that keeps the order of all numbers: these follow from the shapes, which
+    differ from layer to layer where a model halves its image.
+    """
+    steps = tuple(
+        Rearrange(step.pattern) if isinstance(step, Rearrange) and step.keeps_order else step
+        for step in pair.layout.steps
+        if not isinstance(step, (Gather, Rows))
+    )
+    return Layout(steps, pair.layout.mesh).text, pair.whole, layers_of(pair.baseline)
 
 
 def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contradiction]:
@@ -184,7 +191,8 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
 
     ``baseline`` has the names of the baseline's taps that are in no pair. A different partner may be right: the first
     layer's input is the embedding, and one quantity may have two names. It is a contradiction only if the usual partner
-    exists, and one of the two usually belongs to a different tap.
+    exists, and one of the two usually belongs to a different tap. A tap that has the usual partner in other layers
+    too does not take it.
     """
     groups: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -227,7 +235,11 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
             others = partners.get(expected, set()) - {pair.target} if expected is not None else set()
             # All layers may share a tap without a layer, such as a table of angles that the model has twice.
             shared = expected is not None and layer_of(expected) is None
-            taken = any(not shared or layers_of(other) != place for other in others)
+            taken = any(
+                not (shared and layers_of(other) == place)
+                and not _have_one_partner(usual, usual_of.get(layers_of(other), ()))
+                for other in others
+            )
             moved = expected in baseline and places.get(key[2], place) != place
             if taken or moved:
                 text = (
@@ -236,6 +248,11 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
                 )
                 problems.append(Contradiction(pair.target, text))
     return problems
+
+
+def _have_one_partner(one: Sequence[Pair], other: Sequence[Pair]) -> bool:
+    """Whether two places of the target are one quantity in several layers, such as a module's and its last member's."""
+    return len({pair.baseline for pair in one} & {pair.baseline for pair in other}) > 1
 
 
 def _regular(pairs: Sequence[Pair]) -> set[tuple[str, str, str]]:

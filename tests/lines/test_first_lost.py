@@ -436,6 +436,27 @@ def test_state_that_differs_is_named_by_its_path_at_the_line_that_reads_it() -> 
     assert found.target[0].state == (StateRead("self.pages['k'][0]"),)
 
 
+def test_a_table_whose_rows_the_other_side_computes_is_named_only_if_these_differ() -> None:
+    angle = drawn(6, seed=7)
+
+    class Table:
+        def __init__(self, turn: float) -> None:
+            self.cos = (torch.arange(8)[:, None] * angle * turn).cos()
+
+        def read(self, x: Tensor) -> Tensor:
+            return x * self.cos[:5]
+
+    def computes(x: Tensor) -> Tensor:
+        return x.square() * (torch.arange(5)[:, None] * angle).cos()
+
+    def state(turn: float) -> set[str]:
+        found = compared(computes, Table(turn).read, drawn(5, 6)).target
+        return {read.name for each in found for read in each.state}
+
+    assert state(1) == set()
+    assert state(1.1) == {"self.cos"}
+
+
 def test_a_single_number_of_state_is_not_named_because_many_values_equal_it() -> None:
     class Counted:
         def __init__(self, count: float) -> None:

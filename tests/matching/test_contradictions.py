@@ -62,6 +62,14 @@ def test_a_minority_in_another_layout_is_odd(usual: int, odd: int, is_found: boo
         assert said.startswith(f"l.{usual}.ffn is h.{usual}.mlp in the layout 'a b -> b a', where {usual} others")
 
 
+def test_a_reshape_of_another_size_is_not_odd_unless_it_changes_the_order() -> None:
+    flat = layers(2, layout="a (b c) d -> a b c d, c=16")
+    assert taps([*flat, *layers(1, 2, layout="a (b c) d -> a b c d, c=8")]) == []
+    assert taps([*flat, *layers(1, 2, layout="a (b c) d -> a c b d, c=8")]) == ["l.2.ffn"]
+    heads = layers(2, layout="a b (h c) -> a h b c, h=16")
+    assert taps([*heads, *layers(1, 2, layout="a b (h c) -> a h b c, h=8")]) == ["l.2.ffn"]
+
+
 def test_pairs_by_rule_or_name_are_not_odd_and_show_no_usual_layout() -> None:
     assert taps([*layers(4), *layers(1, 4, layout=TURNED, sureness="rule")]) == []
     assert taps([*layers(4, sureness="rule"), *layers(1, 4, layout=TURNED)]) == []
@@ -81,6 +89,15 @@ def test_another_partner_is_odd_if_the_usual_is_taken_or_it_belongs_elsewhere() 
     # A fused tap has the usual partner too, though in another layout.
     (odd,) = odd_layouts([*pairs, pair("h.4.mlp", "l.4.ffn", "part(dim=0, index=0, of=[1, 1])", whole="target")], [])
     assert odd.text.startswith("l.4.ffn is h.4.mlp in the layout 'part(")
+
+
+def test_a_tap_that_shares_the_usual_partner_in_other_layers_does_not_take_it() -> None:
+    # A stage returns what its last member does, and after the last stage the baseline shows that once more.
+    members = [pair(f"h.{n}.mlp", f"l.{n}.ffn.act") for n in range(3)]
+    last = [pair("last_hidden", "l.3.ffn"), pair("h.3.mlp", "l.3.ffn.act")]
+    assert taps([*layers(3), *members, *last]) == []
+    # In one layer alone they may agree by chance.
+    assert taps([*layers(3), members[0], *last]) == ["l.3.ffn"]
 
 
 def test_a_table_that_all_layers_share_is_not_taken_by_the_others_of_them() -> None:
