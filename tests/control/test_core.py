@@ -605,6 +605,12 @@ def test_a_run_that_cannot_begin_lends_no_plan_to_the_one_that_runs(
     assert core.edit(keep="layer == 4").version == PLAN.version + 1
 
 
+def test_plans_of_verdicts_are_listed_too_since_rows_have_their_versions(core: SessionCore) -> None:
+    core._plans.publish_temporary(core.plan.edit(b2t="False"))
+    core._plans.restore()
+    assert [(plan.version, plan.b2t) for plan in core.plans] == [(1, "True"), (2, "False"), (3, "True")]
+
+
 def test_an_edit_is_published_and_its_adoption_reported(core: SessionCore, ranks: list[TalkingRank]) -> None:
     plan = core.edit(keep="layer == 3")
     assert core.plan is plan

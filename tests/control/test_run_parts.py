@@ -40,6 +40,7 @@ class Rank:
     """The handle of a rank that does nothing but note what it is sent."""
 
     trusted, alive, was_ended, generation, pid, links = True, True, False, 1, 4711, "shared memory"
+    takes_work = True
 
     def __init__(self, place: Place) -> None:
         self.place, self.label = place, place.label
@@ -333,6 +334,9 @@ def test_a_death_stops_the_others_unless_the_run_continues(on_failure: Any, coun
     ranks[2].was_ended = True
     runs.note_death(cast("Any", ranks[2]))
     assert run.failures["target[1]"] == "killed"
+    ranks[1].alive = False
+    with pytest.raises(RunError, match=r"The process group of the target is gone \(target\[0\] killed\)"):
+        run._state.raise_failures()
     # The next run begins behind the step in which it died.
     assert runs._next_step == 6
 
