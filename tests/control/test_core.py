@@ -605,6 +605,22 @@ def test_a_run_that_cannot_begin_lends_no_plan_to_the_one_that_runs(
     assert core.edit(keep="layer == 4").version == PLAN.version + 1
 
 
+def test_a_run_continues_after_a_failure_where_it_was_asked_to(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    answers = [play(each) for each in ranks[1:]]
+    core.run(target="1", on_failure="continue")
+    assert core.runs[0]._state.on_failure == "continue"
+    for each in answers:
+        each.result(60)
+
+
+def test_jobs_run_no_code_of_the_notebook(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    ranks[1].rank.takes_work = False
+    for begin in (lambda: core.start(target="1"), lambda: core.execute("1", on="target")):
+        with pytest.raises(SessionError, match="this session cannot run code on its ranks, because they are jobs"):
+            begin()
+    assert core.runs == []
+
+
 def test_plans_of_verdicts_are_listed_too_since_rows_have_their_versions(core: SessionCore) -> None:
     core._plans.publish_temporary(core.plan.edit(b2t="False"))
     core._plans.restore()

@@ -241,6 +241,12 @@ def test_counts_are_whole_numbers_from_one_on(tmp_path: Path, bad: dict[str, Any
         summary_of(tmp_path, [recorded("a", 1)], each(sum), each(sum), **bad)
 
 
+def test_a_noise_floor_that_cannot_be_one_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+        replay(nothing, tmp_path / "not read", each(sum), each(sum), noise_floor=-1)
+
+
 def test_a_limit_counts_requests_from_the_first(tmp_path: Path) -> None:
     found = summary_of(tmp_path, [recorded(f"r{n}", n) for n in range(5)], each(sum), each(sum), limit=2)
     assert found["rid"].tolist() == ["r0", "r1"]

@@ -382,3 +382,6 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
         refused = server._objection(join)
         assert (refused is not None) == agreed
         assert refused is None or "(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in refused.error
+        for join.rank in (-1, 1):
+            with pytest.raises(SessionError, match=r"target\[-?1\] does not exist: target_world_size is 1"):
+                server._objection(join)
