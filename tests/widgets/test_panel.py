@@ -395,6 +395,18 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
     assert panel._next_snapshot < math.inf
 
 
+def test_a_snapshot_is_of_the_newest_run_and_of_no_panel_inside_another() -> None:
+    panel: Any = Panel.__new__(Panel)
+    runs = [SimpleNamespace(done=True), SimpleNamespace(done=False)]
+    panel.session = SimpleNamespace(closed=False, runs=runs, plan=SimpleNamespace(version=3))
+    panel.__dict__.update(_parent=None, _snapshot=SimpleNamespace(is_shown=True), close=lambda: None)
+    assert panel._session_state() == (False, 2, False, 3)
+    panel.session.runs = []
+    assert panel._session_state() == (False, 0, False, 3)
+    panel._parent = panel
+    assert panel._session_state() is None
+
+
 @pytest.mark.parametrize(("takes", "again_after"), [(0.125, 2.0), (4.0, 40.0)])
 def test_snapshots_take_a_tenth_of_the_time_at_most(
     takes: float, again_after: float, monkeypatch: pytest.MonkeyPatch

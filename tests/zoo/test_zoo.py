@@ -108,7 +108,7 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
 @pytest.mark.parametrize(
     ("name", "method", "found"), [("scaled_by_head_dim", "scale", False), ("other_theta", "rotate", True)]
 )
-def test_a_line_of_a_replaced_method_is_right_unless_its_result_takes_effect_elsewhere(
+def test_a_line_of_a_replaced_method_is_right_unless_it_takes_effect_elsewhere(
     name: str, method: str, found: bool
 ) -> None:
     specimen: Any = next(each for each in FAULTS if each.name == name)
