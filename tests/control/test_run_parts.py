@@ -258,6 +258,8 @@ def test_each_rank_has_a_line_with_its_state_generation_and_what_it_waits_for() 
     assert frame["state"].tolist() == ["waiting", "failed: no", "gone: killed"]
     assert frame["step"].isna().tolist() == [False, True, False]
     assert frame["awaits"].tolist() == ["target[0], target[1]", "", "baseline[0]"]
+    # A column with a text for some ranks alone is not empty.
+    assert ">awaits<" in frame._repr_html_()
     assert set(frame["note"]) == {"a note; another"}
     assert set(ranks_frame(ranks, True, {}, {})["state"]) == {"closed"}
     for rank in ranks:

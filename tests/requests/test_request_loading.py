@@ -537,6 +537,12 @@ def test_a_storage_that_differs_from_what_torch_writes_is_not_read(old: bytes, n
     assert type(read(_Reduces(torch.storage._load_from_bytes, (changed,)))) is Opaque
 
 
+def test_a_tensor_that_is_lazily_negative_is_not_read_with_the_wrong_sign() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert torch.equal(read(tensor), tensor)
+    assert type(read(torch._neg_view(tensor))) is Opaque
+
+
 def test_arrays_and_tensors_do_not_reach_outside_of_their_bytes() -> None:
     _reconstruct, scalar = np.ones(1).__reduce__()[0], np.float64(1).__reduce__()[0]
     reduced: list[tuple[Any, ...]] = [
