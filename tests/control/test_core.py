@@ -25,7 +25,7 @@ from graftlab.base.world import Place
 from graftlab.control import closing
 from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, callees_of
 from graftlab.control.hub import MessageRouter
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.pickles import open_exception, open_value
@@ -611,6 +611,15 @@ def test_a_run_continues_after_a_failure_where_it_was_asked_to(core: SessionCore
     assert core.runs[0]._state.on_failure == "continue"
     for each in answers:
         each.result(60)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "evaluated"),
+    [((), ("m(x)", "m(x)")), (("baseline",), (None, "m(x)")), (("target",), ("m(x)", None))],
+)
+def test_an_expression_for_both_sides_is_not_evaluated_on_a_recording(recorded: Any, evaluated: Any) -> None:
+    session: Any = SimpleNamespace(_internals=SimpleNamespace(default_callees=dict.fromkeys(recorded, print)))
+    assert callees_of(session, "m(x)") == evaluated
 
 
 def test_jobs_run_no_code_of_the_notebook(core: SessionCore, ranks: list[TalkingRank]) -> None:
