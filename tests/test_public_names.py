@@ -200,8 +200,9 @@ def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: di
     assert result.failed == 0, "".join(said)
 
 
-def test_another_missing_package_than_torch_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+@pytest.mark.parametrize("package", ["pyarrow", "torchvision"])
+def test_another_missing_package_than_torch_is_not_taken_for_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     def import_module(name: str) -> Any:
         raise missing

@@ -837,6 +837,8 @@ def losses_found(ours: list[list[float]], theirs: list[list[float]], factor: flo
         ([[2.5]], [[2.0, 3.0]], {}),
         # A scaler's factor is taken out of the gradients.
         ([[2.5]], [[2560.0]], {"factor": 1024.0, "scale": 1024.0}),
+        # So is a sum in place of a mean of two, which a later step halves.
+        ([[2.5]], [[5120.0]], {"factor": 2048.0, "scale": 1024.0}),
         # Each rank has its part of the batch, or of the sum, or all.
         ([[2.5]], [[2.0], [3.0]], {}),
         ([[2.5]], [[2.0], [0.5]], {}),

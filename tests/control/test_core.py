@@ -25,7 +25,7 @@ from graftlab.base.world import Place
 from graftlab.control import closing
 from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
-from graftlab.control.core import SessionCore
+from graftlab.control.core import SessionCore, callees_of
 from graftlab.control.hub import MessageRouter
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.pickles import open_exception, open_value
@@ -603,6 +603,37 @@ def test_a_run_that_cannot_begin_lends_no_plan_to_the_one_that_runs(
         each.line.send(RunSettled(0, 1))
     assert core.runs[0].wait(60).target == [1, 1]
     assert core.edit(keep="layer == 4").version == PLAN.version + 1
+
+
+def test_a_run_continues_after_a_failure_where_it_was_asked_to(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    answers = [play(each) for each in ranks[1:]]
+    core.run(target="1", on_failure="continue")
+    assert core.runs[0]._state.on_failure == "continue"
+    for each in answers:
+        each.result(60)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "evaluated"),
+    [((), ("m(x)", "m(x)")), (("baseline",), (None, "m(x)")), (("target",), ("m(x)", None))],
+)
+def test_an_expression_for_both_sides_is_not_evaluated_on_a_recording(recorded: Any, evaluated: Any) -> None:
+    session: Any = SimpleNamespace(_internals=SimpleNamespace(default_callees=dict.fromkeys(recorded, print)))
+    assert callees_of(session, "m(x)") == evaluated
+
+
+def test_jobs_run_no_code_of_the_notebook(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    ranks[1].rank.takes_work = False
+    for begin in (lambda: core.start(target="1"), lambda: core.execute("1", on="target")):
+        with pytest.raises(SessionError, match="this session cannot run code on its ranks, because they are jobs"):
+            begin()
+    assert core.runs == []
+
+
+def test_plans_of_verdicts_are_listed_too_since_rows_have_their_versions(core: SessionCore) -> None:
+    core._plans.publish_temporary(core.plan.edit(b2t="False"))
+    core._plans.restore()
+    assert [(plan.version, plan.b2t) for plan in core.plans] == [(1, "True"), (2, "False"), (3, "True")]
 
 
 def test_an_edit_is_published_and_its_adoption_reported(core: SessionCore, ranks: list[TalkingRank]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.control import past_runs, run_folder
-from graftlab.control.past_runs import find_runs, prune
+from graftlab.control.past_runs import find_runs, prune, runs_text
 from graftlab.rows.store import RowStore
 
 DAY = 86400.0
@@ -60,6 +60,7 @@ def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(a_run(tmp_path / "elsewhere", "old", 9))
     assert prune(tmp_path, gib=0, days=0) == []
     assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [("open", True), ("new", False)]
+    assert [line.split()[4:-1] for line in runs_text(find_runs(tmp_path)).splitlines()[:2]] == [["open"], []]
     store.close()
     assert [each.folder.name for each in prune(tmp_path, gib=0)] == ["open"]
     assert (tmp_path / "elsewhere" / "old" / "rows.jsonl").exists()

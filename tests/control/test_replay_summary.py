@@ -148,6 +148,8 @@ def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -
         ({"other": [1]}, [1], None),
         (X, X, None),
         ([1.0], [1.0], None),
+        # Numbers of which some are whole are no tokens.
+        ([1, 2.5], [1, 2.7], None),
     ],
 )
 def test_tokens_are_compared_in_each_common_form(ours: Any, theirs: Any, same: bool | None, tmp_path: Path) -> None:
@@ -239,6 +241,12 @@ def test_counts_are_whole_numbers_from_one_on(tmp_path: Path, bad: dict[str, Any
     (name,) = bad
     with pytest.raises(RequestError, match=f"replay: {name} must be a whole number of at least 1"):
         summary_of(tmp_path, [recorded("a", 1)], each(sum), each(sum), **bad)
+
+
+def test_a_noise_floor_that_cannot_be_one_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+        replay(nothing, tmp_path / "not read", each(sum), each(sum), noise_floor=-1)
 
 
 def test_a_limit_counts_requests_from_the_first(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Rank:
     """The handle of a rank that does nothing but note what it is sent."""
 
     trusted, alive, was_ended, generation, pid, links = True, True, False, 1, 4711, "shared memory"
+    takes_work = True
 
     def __init__(self, place: Place) -> None:
         self.place, self.label = place, place.label
@@ -257,6 +258,8 @@ def test_each_rank_has_a_line_with_its_state_generation_and_what_it_waits_for() 
     assert frame["state"].tolist() == ["waiting", "failed: no", "gone: killed"]
     assert frame["step"].isna().tolist() == [False, True, False]
     assert frame["awaits"].tolist() == ["target[0], target[1]", "", "baseline[0]"]
+    # A column with a text for some ranks alone is not empty.
+    assert ">awaits<" in frame._repr_html_()
     assert set(frame["note"]) == {"a note; another"}
     assert set(ranks_frame(ranks, True, {}, {})["state"]) == {"closed"}
     for rank in ranks:
@@ -333,6 +336,9 @@ def test_a_death_stops_the_others_unless_the_run_continues(on_failure: Any, coun
     ranks[2].was_ended = True
     runs.note_death(cast("Any", ranks[2]))
     assert run.failures["target[1]"] == "killed"
+    ranks[1].alive = False
+    with pytest.raises(RunError, match=r"The process group of the target is gone \(target\[0\] killed\)"):
+        run._state.raise_failures()
     # The next run begins behind the step in which it died.
     assert runs._next_step == 6
 

@@ -255,7 +255,7 @@ def test_steps_are_chosen_by_their_range_and_one_without_rows_is_refused(drawn: 
 
 @pytest.mark.parametrize(("done", "last"), [(None, 2), (True, 2), (False, 1)])
 def test_during_a_run_the_last_step_may_still_lack_taps(done: bool | None, last: int) -> None:
-    figures = plots_of(runs=[] if done is None else [SimpleNamespace(done=done)])
+    figures = plots_of(runs=[] if done is None else [SimpleNamespace(done=not done), SimpleNamespace(done=done)])
     assert figures._last_ended(np.array([2, 0, 1])) == last
     assert figures._last_ended(np.array([2])) == 2
 

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,7 +394,9 @@ def test_a_tensor_of_another_machine_arrives_with_its_frame_or_is_refused() -> N
     published = PublishFrame(key, 1, "float32", (2,), 8, None, None)
     came = FrameWithPayload(b"")
     came.payload = [memoryview(b"12345678")]
+    began = time.monotonic()
     Peers._note_remote(peers, peer, published, came)
+    assert peer.page.read().since >= began
     assert (peer.received, [bytes(each) for each in peer.attached]) == (1, [b"12345678"])
     assert (peer.page.read().tap, peer.page.read().step, peer.page.read().state) == ("h", 4, "running")
     # What came with one frame is not taken for that of the next.

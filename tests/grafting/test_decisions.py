@@ -18,7 +18,15 @@ import graftlab as gl
 from graftlab.base.tags import identity
 from graftlab.base.world import Place
 from graftlab.grafting import decisions as module
-from graftlab.grafting.decisions import Addresses, Decisions, PairedTaps, TapLookup, all_tags, recompute_status
+from graftlab.grafting.decisions import (
+    Addresses,
+    Decisions,
+    PairedTaps,
+    TapLookup,
+    all_tags,
+    given_tags,
+    recompute_status,
+)
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import Action, GraftPlan
 
@@ -237,6 +245,16 @@ def test_a_tensor_that_was_given_as_a_tag_is_not_kept_alive() -> None:
     assert gone() is None
 
 
+def test_what_cannot_be_a_tag_is_left_out_with_a_warning_that_a_repeated_run_spares() -> None:
+    said: list[tuple[str, str]] = []
+    around, own = {"phase": "decode", "mask": None}, {"mask": torch.ones(2)}
+    assert given_tags("h", around, own, lambda *each: said.append(each)) == ({"phase": "decode"}, False)
+    [(name, warning)] = said
+    assert (name, warning.partition(",")[0]) == ("h", "mask=Tensor cannot be a tag")
+    assert given_tags("h", around, own, None) == ({"phase": "decode"}, False)
+    assert given_tags("h", around, {}, no_warning) == (around, True)
+
+
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +304,13 @@ def test_calls_of_one_tap_are_numbered_within_the_step() -> None:
     decision = decisions.of(asked(layer=1))
     assert decision is not None
     assert Addresses(5, no_warning).next(decision).occurrence == 0
+
+
+def test_a_pair_of_one_call_leaves_the_other_calls_of_its_tap_alone() -> None:
+    decision, addresses = made(BASELINE, pairs=[("drop#1", "drop.1")]).of(asked("drop")), Addresses(0, no_warning)
+    assert decision is not None
+    calls = [[key and (key.name, key.occurrence) for _, key in addresses.of_pairs(decision)] for _ in range(3)]
+    assert calls == [[None], [(decision.name, 0)], [None]]
 
 
 def test_a_recomputed_forward_is_numbered_by_itself() -> None:

@@ -153,9 +153,17 @@ def test_a_gradient_tapped_in_a_hook_is_replaced_and_not_written(monkeypatch: py
     assert [row.status for row in world.rows] == ["grafted"]
 
 
-def test_a_view_of_a_gradient_in_a_helper_of_the_hook_is_not_written_either() -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda tap: lambda g: tap(g.view(1)).view(()),
+        lambda tap: lambda *gradients, number=0: tap(gradients[number].view(1)).view(()),
+    ],
+    ids=["one argument", "any arguments"],
+)
+def test_a_view_of_a_gradient_in_a_helper_of_the_hook_is_not_written_either(hook: Any) -> None:
     world = GrafterWorld(b2t="True")
-    in_a_view = functools.partial(branches_with_a_hook, hook=lambda tap: lambda g: tap(g.view(1)).view(()))
+    in_a_view = functools.partial(branches_with_a_hook, hook=hook)
     in_a_view(world.baseline, 16.0)
     with pytest.warns(gl.GraftWarning, match="return that from the hook"):
         assert in_a_view(world.target, 1.0) == (1.0, 16.0)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.rows.schema import Row
+from graftlab.taps.extras import ExtrasWithLayout
 
 
 def told(rows: list[Row]) -> list[tuple[str, str, str]]:
@@ -53,6 +54,18 @@ def test_graft_overwrites_only_its_receiver(way: str, receiver: str) -> None:
     assert went_on == {sending: sides[sending][1], receiving: sides[sending][1]}
     assert told(world.rows) == [(f"{receiver}[0]", "h", "grafted")]
     assert world.rows[0].direction == way
+
+
+def test_each_rank_gets_its_part_by_the_layouts_that_both_sides_declare() -> None:
+    world, whole = GrafterWorld(2, 2, b2t="True"), torch.arange(16.0).view(4, 4)
+    columns, both_ends = "shard(dim=1, mesh='tp')", "shard(dim=0, mesh='tp', order='zigzag')"
+    for rank, part in zip(world.baselines, whole.chunk(2, 1), strict=True):
+        rank.tap("h", part, extras=ExtrasWithLayout(columns, None))
+    for rank, part in zip(world.targets, (whole[[0, 3]], whole[[1, 2]]), strict=True):
+        own = torch.zeros(2, 4)
+        rank.tap("h", own, extras=ExtrasWithLayout(both_ends, None))
+        assert torch.equal(own, part)
+    assert [row.status for row in world.rows] == ["grafted"] * 2
 
 
 def test_replaced_value_is_a_new_tensor() -> None:

@@ -251,6 +251,22 @@ def test_failed_transform_leaves_the_tensor_and_its_error_is_in_the_row(
     assert unmeasured(row)
 
 
+@pytest.mark.parametrize("action", [COMPARE, KEEP], ids=["compared", "kept"])
+def test_a_tap_that_cannot_be_measured_fails_and_the_model_continues(
+    action: Action, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written_meanwhile(one: torch.Tensor, other: torch.Tensor) -> Any:
+        raise RuntimeError("their largest difference was not found again")
+
+    monkeypatch.setattr("graftlab.grafting.receive_pipeline.measure", written_meanwhile)
+    made = call(torch.ones(2), action, Place("target", 0, 1, 1))
+    result = Receiver().take(made, receipt(torch.zeros(2)))
+    row = row_of(made, result, 0.5)
+    assert (row.status, result.result) == ("failed", None)
+    assert str(row.error).startswith("RuntimeError: their largest difference was not found again")
+    assert unmeasured(row)
+
+
 def test_traceback_begins_at_the_users_line() -> None:
     _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=raises)
     assert row.error is not None

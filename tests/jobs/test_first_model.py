@@ -105,8 +105,10 @@ def test_each_optimizer_of_the_model_is_watched_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(on_import, "watch_training", lambda *given: watched.append(given))
     monkeypatch.setattr(on_import, "register_optimizer_step_pre_hook", hooks.append)
     model = Scaled()
-    one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, Scaled()))
+    another = Scaled()
+    one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, another))
+    of_both = torch.optim.SGD([*another.parameters(), *model.parameters()], lr=0.1)
     on_import._watch_optimizers(model)
-    for optimizer in (one, other, one, other):
+    for optimizer in (one, other, one, other, of_both):
         hooks[0](optimizer, (), {})
-    assert watched == [(model, one)]
+    assert watched == [(model, one), (model, of_both)]

@@ -95,11 +95,15 @@ def test_with_a_token_the_server_listens_for_other_machines_too(
 def test_the_server_opens_a_session_with_the_jobs_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Started)
     process, order, _ = started(tmp_path, None, run_dir=str(tmp_path))
-    order = msgspec.structs.replace(order, listener=socket.socket(socket.AF_UNIX).detach())
+    inherited = socket.socket(socket.AF_UNIX)
+    inherited.set_inheritable(True)
+    order = msgspec.structs.replace(order, listener=inherited.detach())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(wire.encode(order))))
     opened: list[Any] = []
 
     def note(kind: Any, options: Any, plan: Any, folder: Any, rendezvous: Any, listener: Any, **more: Any) -> None:
+        # No program that the server starts keeps the rendezvous.
+        assert not listener.get_inheritable()
         listener.close()
         opened.append((options, plan.compare, rendezvous.folder, more))
         raise SessionError("noted")

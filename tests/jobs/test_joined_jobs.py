@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
+
 import graftlab as gl
+from graftlab.base.world import RunInfo
 from graftlab.control.joined_jobs import JoinedJobs
 from graftlab.control.plans import Plans
 
@@ -16,6 +21,15 @@ def joined_under(plan: gl.GraftPlan) -> tuple[JoinedJobs, Plans]:
     plans.publish(plan)
     anything: Any = nobody
     return JoinedJobs(anything, plans, anything, threading.RLock(), anything, anything), plans
+
+
+@pytest.mark.parametrize(("base", "counted_from"), [(None, 9), (4, 4)])
+def test_a_run_of_jobs_counts_their_steps_from_its_first_or_from_the_base(base: int | None, counted_from: int) -> None:
+    jobs, plans = joined_under(gl.GraftPlan(b2t="layer == 0"))
+    runs: Any = SimpleNamespace(begin_joint_run=lambda: RunInfo(3, 9, (0, 1)))
+    info, plan = replace(jobs, runs=runs).begin_run((1, 2), base)
+    assert info == RunInfo(3, 9, (0, 1), (1, 2), counted_from)
+    assert plan is plans.newest
 
 
 def test_the_sessions_plan_supersedes_a_newer_plan_of_a_job() -> None:

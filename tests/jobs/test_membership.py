@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
+from graftlab.jobs.handshake import JoinRequest, RejoinState
 from graftlab.jobs.membership import Membership, introduce
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
@@ -383,3 +385,22 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
         refused = server._objection(join)
         assert (refused is not None) == agreed
         assert refused is None or "(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in refused.error
+        for join.rank in (-1, 1):
+            with pytest.raises(SessionError, match=r"target\[-?1\] does not exist: target_world_size is 1"):
+                server._objection(join)
+
+
+def test_all_jobs_of_an_earlier_session_continue_their_one_run(tmp_path: Path) -> None:
+    first = GraftPlan(b2t="layer == 3")
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), first, tmp_path, Rendezvous(tmp_path), agreed=False
+    )
+    theirs = GraftPlan(b2t="layer == 4", version=5)
+    state = RejoinState(RunInfo(7, 30, (0, 1)), to_wire(theirs), lost_rows=0, session="an earlier one")
+    with session:
+        for side in ("baseline", "target"):
+            join = JoinRequest(side, 0, 1, 1, os.getpid(), "cpu", "gloo", None, state)
+            rank, _ = server._admit(join, None)
+            rank.close_rank_ends()
+        assert [run.number for run in session.runs] == [7]
+        assert (session.plan.b2t, session.plan.version) == ("layer == 4", 5)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kit.deadline import DEADLINE
+from kit.mailboxes import in_background
 from kit.processes import descriptors
 
 import graftlab as gl
@@ -301,6 +302,17 @@ def test_a_rank_that_waits_for_others_in_vain_ends_with_its_command(tmp_path: Pa
 def test_what_is_no_request_to_hold_a_call_is_answered_so(tmp_path: Path) -> None:
     admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
     assert asked(admission, StatusQuery(stacks=False)).error == "it is not a request to hold a call"
+
+
+def test_a_silent_process_is_given_up_so_that_others_can_be_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(script_launcher, "_HANDSHAKE_LIMIT", 0.01)
+    admission = _Admission([], LaunchOptions(1, 1), GraftPlan(), WatchChoice(), tmp_path)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        in_background(lambda: admission._accept(ours)).result(DEADLINE)
+    assert "a process was refused: " in caplog.text
 
 
 def test_processes_of_other_users_get_no_answer(

@@ -179,3 +179,16 @@ def test_a_rank_that_gives_up_after_it_was_connected_closes_its_links() -> None:
         rank.setup.abandon()
         rank.await_end()
     assert sockets() <= before
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_world_that_ends_closes_its_exchange_its_links_and_its_memory(has_links: bool) -> None:
+    exchange, connector, segment = Mock(), Mock(), os.memfd_create("segment")
+    page: Any = None
+    World(1, RUN, PLAN, exchange, page, *((segment, connector) if has_links else (None, None))).close()
+    exchange.close.assert_called_once_with()
+    assert connector.close.called is has_links
+    if not has_links:
+        os.close(segment)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(segment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from graftlab.judging import judge
 from graftlab.judging.judge import judge_rows, judge_runs, of_functions, runs_of
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.recordings.recorded_side import RecordedSide
+from graftlab.verdict.added import added_frame, labelled
 from graftlab.verdict.gradient_scaling import GradientScaling
 from graftlab.verdict.model_data import RunData
 from graftlab.verdict.wording import Findings
@@ -199,6 +201,17 @@ def test_scaled_gradients_and_what_follows_are_not_named_from_rows(monkeypatch: 
     assert verdict_of(grafted=grafted, sizes=None).named == ["b", "c", "d"]
     assert len(sizes) == 1
     assert not GradientScaling().groups
+
+
+def test_a_notebook_shows_a_line_for_each_named_group_with_its_worst_tap() -> None:
+    rows = pd.concat([taps("grafted", a=0.1, b=0.2, c=0.0), taps("grafted", a=0.3)])
+    frame = added_frame(rows, {}, compared=rows, constant=1e-2)
+    page = Verdict(Findings(labelled(frame, ("a", "b"), (), {}, 5.0), 5.0, 1), 3)._repr_mimebundle_()["text/html"]
+    head, body = page[page.index("<thead>") :].split("</thead>")
+    assert re.findall("<th class.*?>(.*?)</th>", head) == ["group", "label", "added", "floor", "ratio", "alone"]
+    a, b = (re.findall("<td.*?>(.*?)</td>", line)[:5] for line in body.split("</tr>")[:2])
+    assert a == ["a", "culprit", "3.00e-01", "1.00e-02", "3.00e+01"]
+    assert b == ["b", "culprit", "2.00e-01", "1.00e-02", "2.00e+01"]
 
 
 def test_a_group_has_the_most_serious_label_of_its_taps() -> None:

@@ -83,6 +83,12 @@ def test_a_part_that_one_rank_has_otherwise_is_not_paired() -> None:
     assert paired(BASELINE, wrong) == {}
 
 
+def test_a_part_that_the_transform_cannot_make_is_not_paired() -> None:
+    """Each rank has a column, without the dimension in which the whole is split."""
+    whole = drawn(16, 2, seed=5)
+    assert paired({"w": whole}, {"column": [column.squeeze(1) for column in whole.chunk(2, 1)]}) == {}
+
+
 def test_taps_with_partners_or_without_values_stay_as_they_are() -> None:
     known = Pair("o.weight", "proj")
     assert paired(BASELINE, {"proj": TARGET["proj"]}, [known]) == {("o.weight", "proj"): ("same", "baseline")}

@@ -49,6 +49,7 @@ WRITTEN = [
     "strided(shape=[4], sizes=[4], strides=[1])",
     "sketch(size=8, of=[2, 3])",
     "rows(of='ids', into='tokens')",
+    "rows(of='ids', into='tokens', flat=True)",
     "scale(factor=0.125, add=1.0)",
     "pack()",
     "unpack(to=128)",

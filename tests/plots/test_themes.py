@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit.rows import row
 from matplotlib import image
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -105,6 +106,14 @@ def test_the_parts_of_a_point_of_a_line_change_by_themselves() -> None:
     with themes.on_dark(figure):
         assert colours() == ("red", themes._INK, themes._PAPER)
     assert colours() == ("red", "black", "white")
+
+
+def test_the_edge_of_a_bar_is_light_on_a_dark_page_and_its_face_stays() -> None:
+    figure = Figure()
+    (bar,) = figure.add_subplot().bar([0], [1], color="black", edgecolor="black")
+    with themes.on_dark(figure):
+        assert (to_rgba(bar.get_edgecolor()), to_rgba(bar.get_facecolor())) == (to_rgba(themes._INK), (0, 0, 0, 1))
+    assert to_rgba(bar.get_edgecolor()) == (0, 0, 0, 1)
 
 
 @pytest.mark.slow

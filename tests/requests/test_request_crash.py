@@ -288,6 +288,17 @@ def test_without_a_folder_the_window_alone_is_kept_for_a_crash(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_crash_repeats_as_many_written_requests_as_may_wait(tmp_path: Path) -> None:
+    dumper = RequestDumper(tmp_path / "dumps", threshold=1, crash_folder=tmp_path / "crash", max_waiting=2)
+    for index in range(5):
+        assert dumper.add({"rid": str(index)}, None, 1.0, time.time())
+        assert dumper.flush()
+    path = dumper.dump_before_crash("asked")
+    assert path is not None
+    assert [rid for rid, _ in rids([path])] == ["3", "4"]
+    assert dumper.close()
+
+
 def test_a_crash_names_the_files_of_its_window_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumper = RequestDumper(tmp_path, crash_window=100.0)
     moment = [1_000.0]

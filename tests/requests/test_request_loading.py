@@ -519,14 +519,28 @@ def test_a_storage_that_runs_code_is_not_run(tmp_path: Path) -> None:
     assert type(found) is Opaque
 
 
-def test_a_storage_with_another_opcode_than_torch_writes_is_not_read() -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"ctorch\nFloatStorage\n", b"itorch\nFloatStorage\n"),
+        (b"X\x07\0\0\0storage", b"X\x07\0\0\0another"),
+    ],
+    ids=["an opcode", "a word"],
+)
+def test_a_storage_that_differs_from_what_torch_writes_is_not_read(old: bytes, new: bytes) -> None:
     file = io.BytesIO()
     torch.save(torch.ones(3)._typed_storage(), file, _use_new_zipfile_serialization=False)
     data = file.getvalue()
     assert type(read(_Reduces(torch.storage._load_from_bytes, (data,)))) is torch.TypedStorage
-    makes_one = data.replace(b"ctorch\nFloatStorage\n", b"itorch\nFloatStorage\n")
-    assert makes_one != data
-    assert type(read(_Reduces(torch.storage._load_from_bytes, (makes_one,)))) is Opaque
+    changed = data.replace(old, new, 1)
+    assert changed != data
+    assert type(read(_Reduces(torch.storage._load_from_bytes, (changed,)))) is Opaque
+
+
+def test_a_tensor_that_is_lazily_negative_is_not_read_with_the_wrong_sign() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert torch.equal(read(tensor), tensor)
+    assert type(read(torch._neg_view(tensor))) is Opaque
 
 
 def test_arrays_and_tensors_do_not_reach_outside_of_their_bytes() -> None:

@@ -99,6 +99,8 @@ def test_a_prompt_is_text_or_tokens() -> None:
             {"text": "a", "zeta": 1, "beta": 2},
             "there is no field 'beta'; the fields are rid, input_ids, max_new_tokens",
         ),
+        # The keys of a recorded request may be anything.
+        ({"text": "a", "zeta": 1, 7: 2}, "there is no field 7; the fields are rid"),
     ):
         with pytest.raises(RequestError, match=said):
             Request.from_dict(fields, Letters())

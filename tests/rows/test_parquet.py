@@ -216,6 +216,17 @@ def test_readers_see_whole_batches_while_rows_arrive_and_move(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("small")
+def test_a_range_of_rows_takes_of_each_file_what_lies_in_it() -> None:
+    files = [parquet.RowFile(Path(f"{first}.parquet"), first, 10, 0) for first in (0, 10, 20)]
+
+    def taken(start: int, stop: int) -> list[tuple[int, int, int]]:
+        return [(file.first, first, behind) for file, first, behind in parquet.slices(files, start, stop)]
+
+    assert taken(5, 22) == [(0, 5, 10), (10, 0, 10), (20, 0, 2)]
+    assert taken(10, 20) == [(10, 0, 10)]
+    assert (taken(13, 14), taken(30, 40)) == ([(10, 3, 4)], [])
+
+
 def test_rows_are_read_though_they_move_after_their_place_was_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

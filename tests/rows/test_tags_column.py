@@ -137,6 +137,11 @@ def test_a_tag_that_is_replaced_is_replaced_in_that_frame_alone(frame: RowsFrame
     assert whole["tags"].tolist() == frame["tags"].tolist() == [each.tags for each in ROWS]
 
 
+def test_the_tags_of_many_rows_are_read_in_parts_each_once(frame: RowsFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.rows.tags_column._AT_ONCE", 2)
+    assert list(frame["tags"]) == [each.tags for each in ROWS]
+
+
 def test_a_dict_that_was_read_belongs_to_its_reader(frame: RowsFrame) -> None:
     frame["tags"].iloc[0]["layer"] = "mine"
     assert frame["tags"].iloc[0] == ROWS[0].tags

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +349,23 @@ def test_a_gradient_after_the_session_is_left_as_it_is(recorder: Recorder) -> No
     (x * 2).sum().backward()
     assert x.grad is not None
     assert (x.grad.tolist(), len(recorder.seen)) == ([2.0] * 3, 1)
+
+
+def test_the_gradient_of_a_dtensor_is_tapped_as_a_copy(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graft writes into it, and what autograd passes upstream stays as it was."""
+
+    class Sharded(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self
+
+    def write(name: str, value: Any, *_: Any, **__: Any) -> Any:
+        return value.zero_()
+
+    monkeypatch.setattr(recorder, "tap", write)
+    hooks: list[Any] = []
+    taps.tap_gradient("x", SimpleNamespace(requires_grad=True, register_hook=hooks.append), {})
+    gradient = torch.ones(3).as_subclass(Sharded)
+    assert (hooks[0](gradient).tolist(), gradient.tolist()) == ([0.0] * 3, [1.0] * 3)
 
 
 def test_a_tracer_sees_taps_outside_a_session_and_nothing_is_left_of_it() -> None:

@@ -298,6 +298,14 @@ def test_names_on_both_sides_go_whichever_way_the_tensor_does(direction: str) ->
     assert torch.equal(value, WHOLE.T)
 
 
+def test_named_heads_that_the_senders_split_are_fused_in_their_order() -> None:
+    whole = torch.arange(24.0).view(3, 4, 2)
+    layouts = [rank_layout(part, "t h[tp] d", 2, rank) for rank, part in enumerate(whole.chunk(2, 1))]
+    ours = rank_layout(torch.zeros(3, 8), "t (d*h)", 1)
+    value = made(list(whole.chunk(2, 1)), torch.zeros(3, 8), received_layouts=layouts, layout=ours, direction="b2t")
+    assert torch.equal(value, whole.transpose(1, 2).reshape(3, 8))
+
+
 # ---- a receiver of several that says nothing -------------------------------------------------------------------------
 
 

@@ -600,6 +600,9 @@ def test_uncopyable_extras_are_withheld_from_the_transform_only() -> None:
     with pytest.raises(TransformError, match="extras is a lock that cannot be copied"):
         run_transform(lambda g: g.target_extras["lock"].acquire(), given)
     assert not lock.locked()
+    # Asked for a protocol, it has none, as any other object.
+    protocols = run_transform(lambda g: g.target + hasattr(g.target_extras["lock"], "__len__"), given)
+    assert protocols.value.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", COPYABLE, ids=str)

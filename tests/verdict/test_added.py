@@ -173,7 +173,8 @@ def test_integers_that_differ_are_named_where_the_baseline_repeats_them() -> Non
 def test_the_error_without_grafts_is_beside_the_added_error() -> None:
     grafted, compared = row("q", 1e-6, tags={"layer": 3}), row("q", 0.5, tags={"layer": 3}, status="compared")
     other = row("q", 0.7, tags={"layer": 4}, status="compared")
-    frame = added_frame(frame_of(grafted), {"q": Floor(1e-6, 3e-6)}, compared=frame_of(other, compared))
+    later = row("q", 0.9, tags={"layer": 3}, status="compared", occurrence=1)
+    frame = added_frame(frame_of(grafted), {"q": Floor(1e-6, 3e-6)}, compared=frame_of(other, compared, later))
     assert frame[["added", "error"]].values.tolist() == [[1e-6, 0.5]]
 
 

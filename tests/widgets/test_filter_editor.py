@@ -381,6 +381,16 @@ def test_apply_publishes_the_typed_text_and_reports_it(screen: FilterScreen, ses
     assert screen.message == ""  # it is not about the plan in force any more
 
 
+def test_apply_stands_out_while_a_line_differs_from_the_filter_in_force(screen: FilterScreen) -> None:
+    seen = [screen.find("apply").button_style]
+    for text in ("layer == 4", "layer =="):
+        screen.type(keep=text)
+        seen.append(screen.find("apply").button_style)
+    screen.type(keep="layer == 4")
+    screen.apply()
+    assert [*seen, screen.find("apply").button_style] == ["", "primary", "", ""]
+
+
 def test_apply_uses_the_text_on_the_screen_even_if_the_kernel_has_an_older_one(
     screen: FilterScreen, session: FakeSession
 ) -> None:

@@ -53,6 +53,14 @@ def test_a_pair_is_selected_by_tags_that_can_select_it() -> None:
     assert option.selection == {"layer": 3, "name": "out", "side": "baseline", "rank": 1}
 
 
+def test_the_static_table_has_the_hundred_worst_taps_and_counts_the_others() -> None:
+    found = conclude_from([row(f"t{n}", order=n, rel_l2=float(n)) for n in range(103)])
+    shown = tap_explorer.static_html(found, with_figure=False)
+    assert shown.endswith("<p>and 3 more taps, none worse</p>")
+    assert (">t102<" in shown, ">t3<" in shown, ">t2<" in shown) == (True, True, False)
+    assert "<table" not in tap_explorer.static_html(conclude_from([]), with_figure=True)
+
+
 @pytest.mark.parametrize(
     ("tag", "value", "is_in"),
     [

@@ -396,6 +396,35 @@ def test_a_snapshot_is_renewed_for_each_new_state_and_at_the_end() -> None:
     assert panel._next_snapshot < math.inf
 
 
+def test_a_snapshot_is_of_the_newest_run_and_of_no_panel_inside_another() -> None:
+    panel: Any = Panel.__new__(Panel)
+    runs = [SimpleNamespace(done=True), SimpleNamespace(done=False)]
+    panel.session = SimpleNamespace(closed=False, runs=runs, plan=SimpleNamespace(version=3))
+    panel.__dict__.update(_parent=None, _snapshot=SimpleNamespace(is_shown=True), close=lambda: None)
+    assert panel._session_state() == (False, 2, False, 3)
+    panel.session.runs = []
+    assert panel._session_state() == (False, 0, False, 3)
+    panel._parent = panel
+    assert panel._session_state() is None
+
+
+@pytest.mark.parametrize(("takes", "again_after"), [(0.125, 2.0), (4.0, 40.0)])
+def test_snapshots_take_a_tenth_of_the_time_at_most(
+    takes: float, again_after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("graftlab.widgets.panel.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    panel: Any = Panel.__new__(Panel)
+
+    def drawn(with_figures: bool) -> str:
+        clock[0] += takes
+        return ""
+
+    panel.__dict__.update(_snapshot=SimpleNamespace(update=lambda text: None), static_html=drawn, close=lambda: None)
+    panel._take_snapshot()
+    assert panel._next_snapshot == 100.0 + again_after
+
+
 def test_a_panel_is_busy_until_its_last_task_has_ended(panel: Example) -> None:
     goes, seen = threading.Event(), list[bool]()
     panel.in_background(goes.wait, DEADLINE)

@@ -1263,8 +1263,10 @@ def test_a_traceback_is_summarised_by_its_exception(error: str, line: str) -> No
 def test_a_draft_that_was_not_applied_is_listed_once_with_its_filter() -> None:
     panel: Any = SimpleNamespace(button=lambda *_: widgets.Button(), submit=print)
     versions = VersionList(panel)
-    versions.follow([GraftPlan()])
-    for draft in (Draft("text", DOUBLES, "name == 'x'"), Draft("text", "  \n"), Draft("name", "math.sin")):
+    applied = source("return graft_input.target")
+    versions.follow([GraftPlan(), GraftPlan(transform=TransformSpec("source", applied, where="True"))])
+    drafts = (Draft("text", DOUBLES, "name == 'x'"), Draft("text", "  \n"), Draft("name", "math.sin"))
+    for draft in (*drafts, Draft("text", applied, "True")):
         versions.save_draft(draft)
         versions.save_draft(draft)
     (only,) = [version for label, version in versions.menu.options if label.startswith("not applied")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from graftlab import __main__ as command
 from graftlab.zoo import faults, scoring
 from graftlab.zoo.controls import CONTROLS, FusedNorm
 from graftlab.zoo.faults import FAULTS, Specimen, math_of, weights_of
-from graftlab.zoo.line_truth import LINES, has_line
+from graftlab.zoo.line_truth import LINES, has_line, is_right
 from graftlab.zoo.model import Config, Math, Model, RankShard, make_weights
 from graftlab.zoo.programs import PROGRAMS, Program, forget_calls
 from graftlab.zoo.quantised_programs import Int8Linear
@@ -102,6 +103,20 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     # Releases of torch drop other numbers.
     returned["dropout_left_on"][1] = BEFORE["dropout_left_on"][2]
     _are_as_before(returned)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "found"), [("scaled_by_head_dim", "scale", False), ("other_theta", "rotate", True)]
+)
+def test_a_line_of_a_replaced_method_is_right_unless_it_takes_effect_elsewhere(
+    name: str, method: str, found: bool
+) -> None:
+    specimen: Any = next(each for each in FAULTS if each.name == name)
+    lines, first = inspect.getsourcelines(getattr(specimen.math, method))
+    at = {"file": inspect.getsourcefile(specimen.math), "line": first + len(lines) - 1}
+    last: Any = SimpleNamespace(source=lines[-1], **at)
+    assert is_right(specimen, last) is found
+    assert not is_right(specimen, SimpleNamespace(**{**vars(last), "line": 1}))
 
 
 def test_the_score_shows_a_line_that_was_wrongly_confirmed() -> None:
