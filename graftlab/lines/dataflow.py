@@ -83,7 +83,7 @@ class Dataflow:
 
         found: dict[int, bool] = {}
         for each in self.trace.operations:
-            found[each.index] = not reads_shape_alone(each) and (
+            found[each.index] = not each.reads_shape_alone and (
                 any(map(begins, each.inputs)) or any(found.get(index, False) for index in self.makers(each))
             )
         return found
