@@ -190,7 +190,7 @@ class HeldUpdate:
         """The gradients that the optimizer reads, once they are described."""
         self._watched: Watch | None = None
         self._states: dict[str, dict[str, tuple[int, ...]]] = {}
-        self._first = self._base = StateSnapshot([optimizer], weights=True)
+        self._first = self._base = self._snapshot()
 
     def __call__(self) -> dict[str, torch.Tensor]:
         if self._watched is None:
@@ -283,7 +283,7 @@ class HeldUpdate:
     def take_inputs(self) -> None:
         """Tap the update's inputs, and let repetitions begin with the taps' results."""
         self.show_inputs()
-        self._base = StateSnapshot([self._optimizer], weights=True)
+        self._base = self._snapshot()
 
     def divide_gradients(self, by: int, names: Collection[str]) -> None:
         """Let repetitions begin with these weights' gradients divided by a number, for a step that adds them up over
@@ -293,7 +293,7 @@ class HeldUpdate:
         for name, weight in self._weights().items():
             if name in names and weight.grad is not None:
                 weight.grad.div_(by)
-        self._base = StateSnapshot([self._optimizer], weights=True)
+        self._base = self._snapshot()
 
     def keep_inputs(self) -> None:
         """Let the script continue with the inputs that :meth:`take_inputs` set."""
@@ -304,6 +304,12 @@ class HeldUpdate:
         self.is_released = True
         self._unwatch()
         self._first.restore()
+
+    def _snapshot(self) -> StateSnapshot:
+        """The state of the optimizer, and of trained weights that it lacks: their taps may be grafted all the same."""
+        own = {id(weight) for weight in _weights_in(self._optimizer)}
+        others = tuple(w for w in self._weights().values() if w.requires_grad and id(w) not in own)
+        return StateSnapshot([self._optimizer, others], weights=True)
 
     def _results(self) -> list[torch.Tensor]:
         self._base.restore()

@@ -88,6 +88,23 @@ def test_repetitions_begin_with_what_taps_leave_only_once_it_is_taken(model: nn.
     assert model.bias.grad.item() == 3.0
 
 
+def test_a_graft_at_a_weight_that_the_optimizer_lacks_ends_with_its_repetition(model: nn.Linear) -> None:
+    update = update_of(model, torch.optim.SGD([model.weight], 0.1))
+    before = model.bias.detach().clone()
+    with handled_by(Taps({("bias", "param"): 7.0})):
+        update()
+        assert model.bias.item() == 7.0
+    shown = Taps()
+    with handled_by(shown):
+        update()
+    assert ("bias", "param") in shown.shown
+    assert torch.equal(model.bias, before)
+    with handled_by(Taps({("bias", "param"): 7.0})):
+        update()
+    update.end()
+    assert torch.equal(model.bias, before)
+
+
 def test_a_script_continues_with_what_was_taken_if_it_is_kept(model: nn.Linear) -> None:
     held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
     with handled_by(Taps({("bias", "param"): 5.0})):
