@@ -26,7 +26,7 @@ from graftlab.lines.fingerprints import (
 from graftlab.lines.known_values import KnownValues, every_value, is_sum, shards_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, with_constants, with_partners
+from graftlab.lines.partners import ComparedSide, with_constants, with_partners, with_shared_inputs_first
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.traces import SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
@@ -90,6 +90,7 @@ def first_lost(
         with_partners(lost_here, lost_there, here, there, tolerance),
         with_partners(lost_there, lost_here, there, here, tolerance),
     )
+    own = with_shared_inputs_first(here, own, there, others, tolerance)
     writes = writes_elsewhere(baseline[ours], own, target[rank], others, tolerance) or (None, None)
     return LostOnBothSides(
         on_baseline.at_fault(own, level, writes[0]),

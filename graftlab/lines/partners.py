@@ -106,6 +106,27 @@ def with_constants(
     return [*found.values(), *(each for each in lost if each.operation.index not in found)]
 
 
+def with_shared_inputs_first(
+    side: ComparedSide,
+    lost: Sequence[LostOperation],
+    other: ComparedSide,
+    others: Sequence[LostOperation],
+    tolerance: float,
+) -> list[LostOperation]:
+    """The lost operations, first those that read a value which the other side's first one reads too.
+
+    One side may compute more in other steps, and all of that is lost too, though it is right.
+    """
+    read_there = [number for each in others[:1] for number in each.operation.inputs]
+    theirs = [form for number in read_there for form in other.forms(number) if not form.says_nothing]
+
+    def shares(operation: TracedOperation) -> bool:
+        read = [form for number in operation.inputs for form in side.forms(number)]
+        return any(_is_equal(own, each, agreement(own, each, tolerance)) for own in read for each in theirs)
+
+    return sorted(lost, key=lambda each: each.is_later or not shares(each.operation))
+
+
 def _may_correspond(
     operation: TracedOperation, partner: TracedOperation, side: ComparedSide, other: ComparedSide
 ) -> bool:

@@ -977,6 +977,24 @@ def test_new_memory_like_a_value_is_not_computed_from_it() -> None:
     assert sources(found.target)[0] == "scaled = x[row] * 3"
 
 
+def test_of_several_lost_lines_one_that_reads_what_the_other_side_reads_comes_first() -> None:
+    def masked(x: Tensor, y: Tensor) -> Tensor:
+        # The other side computes the scores of the chosen keys alone, so all of these are lost.
+        scores = x @ WEIGHT.T
+        total = y.relu().sum(0)
+        hidden = torch.full((6,), -math.inf).index_fill(0, total.topk(3).indices, 0.0)
+        return (scores + hidden).softmax(-1) @ WEIGHT
+
+    def gathered(x: Tensor, y: Tensor) -> Tensor:
+        total = y.sum(0)
+        kept = WEIGHT[total.topk(3).indices]
+        return (x @ kept.T).softmax(-1) @ kept
+
+    found = compared(masked, gathered, drawn(5, 8, seed=7), drawn(4, 6, seed=8))
+    assert sources(found.target)[0] == "total = y.sum(0)"
+    assert sources(found.baseline)[0] == "total = y.relu().sum(0)"
+
+
 def test_a_result_that_nothing_reads_loses_no_operation() -> None:
     def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
         def add(x: Tensor) -> Tensor:
