@@ -12,9 +12,11 @@ from difflib import SequenceMatcher
 import torch
 from torch import Tensor
 
+from graftlab.base.world import SIDES
 from graftlab.errors import LayoutError
 from graftlab.layouts import Gather, Layout, Part, Rearrange, Rows, Window, join_parts
 from graftlab.matching.names import (
+    beside_numbered_role,
     fused_roles,
     in_any_layer,
     last_role,
@@ -64,6 +66,7 @@ def other_roles(pairs: Sequence[Pair]) -> list[Contradiction]:
         )
 
     found = [mixed for pair in pairs if not is_part(pair) and (mixed := _other_role(pair, parts)) is not None]
+    found = [mixed for mixed in found if _has_roles(mixed.pair, pairs)]
     problems: list[Contradiction] = []
     while found:
         one = found.pop(0)
@@ -76,6 +79,23 @@ def other_roles(pairs: Sequence[Pair]) -> list[Contradiction]:
         text = f"{one.text}, and {twin.short}: the two are swapped"
         problems += [Contradiction(one.pair.target, text), Contradiction(twin.pair.target, text)]
     return problems
+
+
+def _has_roles(pair: Pair, pairs: Sequence[Pair]) -> bool:
+    """Whether numbered names, such as ``w1``, have their customary roles, as a pair beside this one shows.
+
+    Either the third name is beside them, or the other side has something of that role by a plainer name.
+    """
+    names = {side: {getattr(each, side) for each in pairs} for side in SIDES}
+    for side, other in (SIDES, SIDES[::-1]):
+        name, layer = getattr(pair, side), layer_of(getattr(pair, other))
+        beside = beside_numbered_role(name)
+        if beside is None or beside in names[side]:
+            continue
+        plain = (each for each in names[other] if layer_of(each) == layer and beside_numbered_role(each) is None)
+        if all(role_of(each) != role_of(name) for each in plain):
+            return False
+    return True
 
 
 def fused_parts(pairs: Iterable[Pair]) -> dict[tuple[str, str], tuple[str, str]]:

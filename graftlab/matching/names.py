@@ -160,6 +160,8 @@ _ROLES: list[tuple[str, str, re.Pattern[str]]] = [
         ("embedding", "the embedding of segments", r"(^|[._])(token_type_embeddings|segment_embeddings)"),
     )
 ]
+_BESIDE = {"w1": "w3", "w3": "w1", "fc_1": "proj", "fc_2": "proj"}
+_NUMBERED_ROLE = re.compile(rf"(?<![^._])({'|'.join(_BESIDE)})(?![^._])", re.IGNORECASE)
 _LAST = {
     "weight": "the weight",
     "gamma": "the weight",
@@ -199,6 +201,15 @@ def role_of(name: str, family: str | None = None) -> tuple[str, str] | None:
             # Code that norms before and after a block uses the same words for different roles.
             return None if own == "norm" and "feedforward" in name else (own, role)
     return None
+
+
+def beside_numbered_role(name: str) -> str | None:
+    """The name that must exist for a numbered one to have its role; None if this name has no number for its role.
+
+    Without ``w3``, ``w1`` and ``w2`` are the two matrices of an MLP that has no gate.
+    """
+    found = _NUMBERED_ROLE.search(name)
+    return f"{name[: found.start()]}{_BESIDE[found.group().lower()]}{name[found.end() :]}" if found else None
 
 
 def fused_roles(name: str) -> tuple[str, ...]:

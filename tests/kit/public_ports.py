@@ -5,6 +5,7 @@ timm, litgpt and open_clip are the extra ``pairs``; a pair whose package is not 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,3 +243,45 @@ def clip() -> Port:
         return model(input_ids=ids, pixel_values=images)
 
     return ported(baseline, target, open_clip_from_clip, run)
+
+
+# ---- ConvNeXt: transformers, and timm --------------------------------------------------------------------------------
+
+
+CONVNEXT_NAMES = {
+    "convnext.embeddings.patch_embeddings": "stem.0",
+    "convnext.embeddings.layernorm": "stem.1",
+    "convnext.encoder.": "",
+    "layers.": "blocks.",
+    "layer_scale_parameter": "gamma",
+    "dwconv": "conv_dw",
+    "convnext.layernorm": "head.norm",
+    "layernorm": "norm",
+    "pwconv1": "mlp.fc1",
+    "pwconv2": "mlp.fc2",
+    "downsampling_layer": "downsample",
+    "classifier": "head.fc",
+}
+
+
+def renamed(state: State, names: dict[str, str]) -> State:
+    new = {}
+    for name, value in state.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        new[name] = value
+    return new
+
+
+def convnext() -> Port:
+    """An image pyramid: each stage halves the image."""
+    declare_vision_operators()
+    from timm.models.convnext import ConvNeXt
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    widths, depths = [16, 24, 32, 40], [2, 2, 2, 2]
+    config = ConvNextConfig(hidden_sizes=widths, depths=depths, num_labels=10, image_size=64, layer_norm_eps=1e-6)
+    baseline = shaken(ConvNextForImageClassification(config), seed=7)
+    target = ConvNeXt(num_classes=10, depths=tuple(depths), dims=tuple(widths))
+    images = pixels(64)
+    return ported(baseline, target, partial(renamed, names=CONVNEXT_NAMES), lambda model: model(images))

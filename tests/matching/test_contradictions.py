@@ -62,6 +62,19 @@ def test_a_minority_in_another_layout_is_odd(usual: int, odd: int, is_found: boo
         assert said.startswith(f"l.{usual}.ffn is h.{usual}.mlp in the layout 'a b -> b a', where {usual} others")
 
 
+@pytest.mark.parametrize("first", ["w1", "fc_1"])
+def test_a_number_is_the_gate_only_of_an_mlp_that_has_one(first: str) -> None:
+    second, third = ("w2", "w3") if first == "w1" else ("proj", "fc_2")
+    plain = [pair("h.0.up.weight", f"l.1.{first}.weight"), pair("h.0.down.weight", "l.1.w2.weight")]
+    assert other_roles(plain) == []
+    # Its third matrix, or the other side's gate, shows that it has one.
+    gated = [plain[0], pair("h.0.down.weight", f"l.1.{second}.weight"), pair("h.0.up.weight", f"l.1.{third}.weight")]
+    assert [each.tap for each in other_roles(gated)] == [f"l.1.{first}.weight"]
+    swapped = [plain[0], pair("h.0.gate.weight", "l.1.other.weight")]
+    assert [each.tap for each in other_roles(swapped)] == [f"l.1.{first}.weight"]
+    assert other_roles([plain[0], pair("h.1.gate.weight", "l.2.other.weight")]) == []
+
+
 def test_a_reshape_of_another_size_is_not_odd_unless_it_changes_the_order() -> None:
     flat = layers(2, layout="a (b c) d -> a b c d, c=16")
     assert taps([*flat, *layers(1, 2, layout="a (b c) d -> a b c d, c=8")]) == []

@@ -12,7 +12,13 @@ from kit.ports import Port
 
 import graftlab as gl
 
-NEEDS: dict[str, str | None] = {"bert": None, "vit": "timm", "llama": "litgpt", "clip": "open_clip"}
+NEEDS: dict[str, str | None] = {
+    "bert": None,
+    "vit": "timm",
+    "convnext": "timm",
+    "llama": "litgpt",
+    "clip": "open_clip",
+}
 _made: dict[str, Port] = {}
 
 
