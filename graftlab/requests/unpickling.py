@@ -77,8 +77,8 @@ class PickleReader:
     def list_under(self, key: str) -> list[Any]:
         """Return the items read so far of the list under this key of the outermost dict."""
         levels = [*self._outer, self._stack]
-        if levels[0] and isinstance(levels[0][0], dict) and key in levels[0][0]:
-            return list(levels[0][0][key])
+        if levels[0] and isinstance(levels[0][0], dict) and isinstance(found := levels[0][0].get(key), list):
+            return list(found)
         # Keys and values wait above the dict's mark, and items above the list's, until they are added together.
         waiting = levels[1] if len(levels) > 1 else []
         for before, value in itertools.pairwise(waiting):

@@ -600,6 +600,15 @@ def test_a_truncated_file_reports_how_far_it_is_readable_and_yields_that_part(tm
     assert set(counts) == set(range(9))
 
 
+@pytest.mark.parametrize("requests", [5, None, 2.5, "text", {"a": 1}], ids=repr)
+def test_a_truncated_file_of_something_else_is_a_clear_error_too(requests: Any, tmp_path: Path) -> None:
+    path = tmp_path / "other.pkl"
+    path.write_bytes(pickle.dumps({"requests": requests})[:-1])
+    with pytest.raises(DumpError, match="with 0 whole requests before it") as caught:
+        load_dump(path)
+    assert caught.value.requests == []
+
+
 def test_a_truncated_file_is_a_clear_error_under_trust_too(tmp_path: Path) -> None:
     path = file_of(tmp_path / "f", {"rid": "a"})
     path.write_bytes(path.read_bytes()[:-10])
