@@ -272,8 +272,9 @@ class _HeldInTurn:
                         self._proposals.popitem()
                     compared = replace(compared, answer="agree")
                 elif compared.answer == "inconclusive" and self._may_follow(held, compared):
-                    part = part_of_model(held)
-                    if part is not None and not self._returned(held).compared:
+                    part = self._part_called_alone(held)
+                    # What was the partner of a call before is no part, whatever this call returns.
+                    if part is not None and len(self._proposals) > known:
                         self._leave_out(part, compared)
                         continue
                     # A later call may differ, or tell more.
@@ -366,7 +367,7 @@ class _HeldInTurn:
             elif (side := held.behind) is not None:
                 self._note_needs(held)
                 following = self._next(side, held)
-            elif (part := part_of_model(held)) is not None and part in self._of_parts:
+            elif (part := self._part_called_alone(held)) is not None and part in self._of_parts:
                 self._of_parts[part] += 1
                 following = self._next(part.side, held)
             else:
@@ -437,6 +438,11 @@ class _HeldInTurn:
         """The results of both sides' calls, compared."""
         ours, theirs = ([each.plain for each in calls] for calls in described_as(held, CallDescription))
         return compare_returned(ours, theirs, self._session.plan.pairs)
+
+    def _part_called_alone(self, held: HeldUnits) -> PartOfModel | None:
+        """The model that is perhaps a part of the other side's; None if the results of the calls can be compared."""
+        part = part_of_model(held)
+        return None if part is None or self._returned(held).compared else part
 
     def _leave_out(self, part: PartOfModel, compared: Comparison) -> None:
         """Forget the comparison of a call of a part of a model, so that the other side's call gets a later partner."""
@@ -740,7 +746,9 @@ class _HeldInTurn:
                         # As many calls of smaller batches do less.
                         again = f"The {more} {what} again when the {fewer} has ended, perhaps with smaller batches."
                         return self._concluded([again])
-                    return self._with(self._compared, (differ,), "differ")
+                    # A call that was left out is perhaps the partner of this one.
+                    may_be_partner = kind is CallDescription and any(part.side == fewer for part in self._of_parts)
+                    return self._with(self._compared, (differ,), "inconclusive" if may_be_partner else "differ")
         return self._concluded()
 
 

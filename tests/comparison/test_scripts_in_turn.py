@@ -607,6 +607,21 @@ def test_only_a_small_model_without_common_results_is_taken_for_a_part(
     assert (unclear.answer, found.judged) == ("inconclusive", judged)
 
 
+@pytest.mark.parametrize("first", [torch.ones(8), torch.ones(3)], ids=["a call", "a call to warm up"])
+def test_a_model_with_few_parameters_is_compared_wherever_its_results_can_be(
+    of_scripts: Callable[..., Compared], first: torch.Tensor
+) -> None:
+    # A quantised model has most of its weights in buffers. Its calls must not all be left out for one of them.
+    found = of_scripts()
+    other = replace(call(2, torch.ones(3)), model="Net", weights=10)
+    packed = [replace(call(number, first if number == 1 else None), weights=10) for number in (1, 2, 3)]
+    found.answers = {"call 1": "inconclusive", "call 2": "inconclusive"}
+    is_warm_up = first.numel() == 3
+    judged = found.judge(net_calls(3), packed if is_warm_up else [packed[0], other, packed[2]])
+    assert judged.answer == "inconclusive"
+    assert found.judged == (["call 1", "call 1", "call 2"] if is_warm_up else ["call 1", "call 2", "call 3"])
+
+
 # ---- calls that raise ------------------------------------------------------------------------------------------------
 
 
