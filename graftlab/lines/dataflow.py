@@ -95,7 +95,8 @@ class Dataflow:
         """
         found: set[int] = set()
         for each in self.trace.operations:
-            draws = each.is_random and not each.inputs and not each.name.endswith("_")
+            is_new = not each.inputs or each.reads_shape_alone
+            draws = each.is_random and is_new and not each.name.endswith("_")
             arranges = each.only_arranges and each.name not in ("clone", "copy")
             if draws or (arranges and not found.isdisjoint(self.makers(each))):
                 found.add(each.index)

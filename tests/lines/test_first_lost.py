@@ -995,6 +995,23 @@ def test_of_several_lost_lines_one_that_reads_what_the_other_side_reads_comes_fi
     assert sources(found.baseline)[0] == "total = y.relu().sum(0)"
 
 
+@pytest.mark.parametrize("draw", [lambda x: torch.randn(x.shape), torch.randn_like], ids=["randn", "randn_like"])
+def test_numbers_that_the_other_side_has_drawn_elsewhere_leave_the_blame_to_their_reader(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    known = trace(draw, WEIGHT)
+    right = trace(lambda x: x * 3, WEIGHT)
+
+    def noisy(x: Tensor) -> Tensor:
+        noise = draw(x)
+        return x + noise
+
+    torch.manual_seed(0)
+    found = first_lost([replace(right, elsewhere=(known.fingerprints[known.result],))], [trace(noisy, WEIGHT)], 0)
+    assert sources(found.target) == ["return x + noise"]
+
+
 def test_a_result_that_nothing_reads_loses_no_operation() -> None:
     def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
         def add(x: Tensor) -> Tensor:
