@@ -68,6 +68,7 @@ def judge_held_updates(
         others = gradients.sentences[1:] if step.verdict.named else ()
         gradients = replace(gradients, sentences=others, named=())
     on_step, findings = _on_step(step, gradients, has_closure, has_gradients)
+    findings = _without_lines_after_states(findings)
     findings = replace(
         findings,
         frame=pd.concat([_gradient_frame(given, gradients.named), findings.frame], ignore_index=True),
@@ -356,6 +357,17 @@ def _model_inherits(findings: Findings) -> Findings:
         return findings
     frame = findings.frame.assign(label=findings.frame["label"].mask(of_model, "inherited"))
     return replace(findings, frame=frame, following=())
+
+
+def _without_lines_after_states(findings: Findings) -> Findings:
+    """The findings without lines for weights whose optimizer state differs too: the state's lines are nearer the fault.
+
+    A step writes its states before it reads them, and in a first step unrelated values are equal by chance.
+    """
+    named = findings.frame[findings.frame["group"].isin(findings.named)]
+    states = {name for name, tags in zip(named["name"], named["tags"], strict=True) if kind_of(tags) == "optimizer"}
+    weights = {name.rpartition(".")[0] for name in states}
+    return replace(findings, lines=[each for each in findings.lines if each.tap not in weights])
 
 
 def _without_partner(

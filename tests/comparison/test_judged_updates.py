@@ -464,3 +464,16 @@ def test_losses_that_differ_beside_equal_gradients_leave_an_update_inconclusive(
     assert (compared.answer, compared.remarks[0]) == ("inconclusive", "The gradients agree, and the losses differ.")
     made.named = ("w",)
     assert judged(made).answer == "differ"
+
+
+def test_a_weight_whose_state_differs_too_has_no_lines_of_its_own() -> None:
+    # In a first step, the square root of a wrong second moment may be a value that only the target has.
+    def left(*taps: tuple[str, str, float]) -> list[str]:
+        frame = added_frame(rows(*taps, status="grafted"), {}, constant=1e-6)
+        named = [group for group, apart in zip(frame["group"], frame["error"], strict=True) if apart]
+        lines = [SimpleNamespace(tap=name) for name in ("w.v", "w", "u")]
+        findings = Findings(labelled(frame, named, (), {}, 5.0), 5.0, 1, lines=lines)  # type: ignore[arg-type]
+        return [each.tap for each in held_updates._without_lines_after_states(findings).lines]
+
+    assert left(("w.v", "optimizer", 0.1), ("w", "param", 0.1), ("u", "param", 0.1)) == ["w.v", "u"]
+    assert left(("w.v", "optimizer", 0.0), ("w", "param", 0.1), ("u", "param", 0.1)) == ["w.v", "w", "u"]
