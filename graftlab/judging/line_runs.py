@@ -490,7 +490,7 @@ class LineSearch:
                     each.operation.arguments,
                     each.operation.shapes,
                     is_confirmed,
-                    each.is_suspect or (each.operation.only_arranges and not is_confirmed),
+                    each.is_suspect or (each.operation.only_arranges and not (confirmed or cure)),
                     each.lacks_sum,
                     cure is not None and is_cure and cure.is_one_sided,
                     tuple(read.name for read in each.state),
