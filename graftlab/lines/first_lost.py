@@ -90,8 +90,8 @@ def first_lost(
         with_partners(lost_here, lost_there, here, there, tolerance),
         with_partners(lost_there, lost_here, there, here, tolerance),
     )
-    own = with_shared_inputs_first(here, own, there, others, tolerance)
     writes = writes_elsewhere(baseline[ours], own, target[rank], others, tolerance) or (None, None)
+    own = with_shared_inputs_first(here, own, there, others, tolerance)
     return LostOnBothSides(
         on_baseline.at_fault(own, level, writes[0]),
         on_target.at_fault(others, level, writes[1]),

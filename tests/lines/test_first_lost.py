@@ -1012,6 +1012,22 @@ def test_numbers_that_the_other_side_has_drawn_elsewhere_leave_the_blame_to_thei
     assert sources(found.target) == ["return x + noise"]
 
 
+def test_a_write_to_another_place_is_found_whichever_of_the_baselines_lines_comes_first() -> None:
+    def cached(slot: int, in_halves: bool) -> Callable[[Tensor], Tensor]:
+        def computes(x: Tensor) -> Tensor:
+            pool, weights = K[0, 0].clone(), x[:4].exp()
+            pool[slot] = x[5] * 3
+            if in_halves:
+                doubled = pool * 2
+                return doubled * (weights / 2)
+            return pool * weights
+
+        return computes
+
+    found = compared(cached(1, True), cached(2, False), WEIGHT)
+    assert sources(found.target)[0] == sources(found.baseline)[0] == "pool[slot] = x[5] * 3"
+
+
 def test_a_result_that_nothing_reads_loses_no_operation() -> None:
     def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
         def add(x: Tensor) -> Tensor:
