@@ -466,7 +466,7 @@ def test_losses_that_differ_beside_equal_gradients_leave_an_update_inconclusive(
     assert judged(made).answer == "differ"
 
 
-def test_a_weight_whose_state_differs_too_has_no_lines_of_its_own() -> None:
+def test_no_lines_are_shown_for_a_weight_whose_state_differs_too() -> None:
     # In a first step, the square root of a wrong second moment may be a value that only the target has.
     def left(*taps: tuple[str, str, float]) -> list[str]:
         frame = added_frame(rows(*taps, status="grafted"), {}, constant=1e-6)

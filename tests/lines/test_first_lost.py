@@ -996,7 +996,7 @@ def test_of_several_lost_lines_one_that_reads_what_the_other_side_reads_comes_fi
 
 
 @pytest.mark.parametrize("draw", [lambda x: torch.randn(x.shape), torch.randn_like], ids=["randn", "randn_like"])
-def test_numbers_that_the_other_side_has_drawn_elsewhere_leave_the_blame_to_their_reader(
+def test_numbers_drawn_elsewhere_leave_the_blame_to_their_reader(
     draw: Callable[[Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)
@@ -1012,7 +1012,7 @@ def test_numbers_that_the_other_side_has_drawn_elsewhere_leave_the_blame_to_thei
     assert sources(found.target) == ["return x + noise"]
 
 
-def test_a_write_to_another_place_is_found_whichever_of_the_baselines_lines_comes_first() -> None:
+def test_a_wrong_write_is_found_whichever_baseline_line_comes_first() -> None:
     def cached(slot: int, in_halves: bool) -> Callable[[Tensor], Tensor]:
         def computes(x: Tensor) -> Tensor:
             pool, weights = K[0, 0].clone(), x[:4].exp()
