@@ -85,9 +85,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         named = [group for group in frame["group"] if group.partition("@")[0] in made.named]
         labels = labelled(frame, named, made.following, {}, 5.0)
         rounding = RoundingGroups(tuple(made.rounding))
-        return Verdict(Findings(labels, 5.0, 1, data=made.data, following=made.following, rounding=rounding), 3)
+        more = {"data": made.data, "following": made.following, "rounding": rounding, "lines": made.lines}
+        return Verdict(Findings(labels, 5.0, 1, **more), 3)
 
-    made.taps = [("w", "param")]
+    made.taps, made.lines = [("w", "param")], []
     made.repeats = SimpleNamespace(session=session, verdict=verdict, in_place=True)
     return made
 
@@ -466,14 +467,11 @@ def test_losses_that_differ_beside_equal_gradients_leave_an_update_inconclusive(
     assert judged(made).answer == "differ"
 
 
-def test_no_lines_are_shown_for_a_weight_whose_state_differs_too() -> None:
+def test_no_lines_are_shown_for_a_weight_whose_state_differs_too(made: Any) -> None:
     # In a first step, the square root of a wrong second moment may be a value that only the target has.
-    def left(*taps: tuple[str, str, float]) -> list[str]:
-        frame = added_frame(rows(*taps, status="grafted"), {}, constant=1e-6)
-        named = [group for group, apart in zip(frame["group"], frame["error"], strict=True) if apart]
-        lines = [SimpleNamespace(tap=name) for name in ("w.v", "w", "u")]
-        findings = Findings(labelled(frame, named, (), {}, 5.0), 5.0, 1, lines=lines)  # type: ignore[arg-type]
-        return [each.tap for each in held_updates._without_lines_after_states(findings).lines]
-
-    assert left(("w.v", "optimizer", 0.1), ("w", "param", 0.1), ("u", "param", 0.1)) == ["w.v", "u"]
-    assert left(("w.v", "optimizer", 0.0), ("w", "param", 0.1), ("u", "param", 0.1)) == ["w.v", "w", "u"]
+    made.taps = [("w.v", "optimizer"), ("w", "param"), ("u", "param")]
+    made.lines = [SimpleNamespace(tap=name) for name, _ in made.taps]
+    made.named = ("w.v", "w", "u")
+    assert [each.tap for each in judged(made).findings.lines] == ["w.v", "u"]
+    made.named = ("w", "u")
+    assert [each.tap for each in judged(made).findings.lines] == ["w.v", "w", "u"]
