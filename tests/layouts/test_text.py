@@ -135,6 +135,7 @@ FAULTS = [
     ),
     ("shard(dim=0, blocks=[], replicas=[])", "blocks has at least one number", "^"),
     ("part(index=2, of=[1, 1])", "index must be one of 0..1, not 2", "^"),
+    ("part(index=0.0, of=[1, 1])", "index must be one of 0..1, not 0.0", "^"),
     ("part(index=0, of=[1, 0])", "each number in of must be an int of at least 1, not 0", "^"),
     ("part(index=0, of=[1, 1], groups=0)", "groups must be an int of at least 1, not 0", "^"),
     ("window(dim=0, start=0, length=-1)", "length must be an int of at least 0, not -1", "^"),
