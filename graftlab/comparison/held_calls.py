@@ -101,7 +101,7 @@ def judge_held_calls(
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
         # Code that agrees may read its weights in any order.
-        remarks += [f"{each}." for each in proposal.head_orders[:_MOST_WEIGHTS] if differ]
+        remarks += [f"{each}." for each in proposal.odd_orders[:_MOST_WEIGHTS] if differ]
     remarks += conclusion.reasons
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
     if differ:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graftlab.errors import LayoutError
-from graftlab.layouts.steps import Step, StepContext, call, check_count, dim_of
+from graftlab.layouts.steps import Step, StepContext, call, check_count, check_dim, dim_of
 
 Segment = tuple[int, int]
 """Start and end of a range of a dimension."""
@@ -67,12 +67,13 @@ class Shard:
             object.__setattr__(self, "replicas", (self.replicas,))
         object.__setattr__(self, "replicas", tuple(self.replicas))
         object.__setattr__(self, "blocks", tuple(self.blocks))
-        if type(self.dim) is not int:
-            raise LayoutError(f"shard: dim must be an int, not {self.dim!r}")
+        check_dim("shard", self.dim)
         for block in self.blocks:
             check_count("shard", "each number in blocks", block)
         for count in self.replicas:
             check_count("shard", "replicas", count)
+        if not self.blocks:
+            raise LayoutError("shard: blocks has at least one number")
         if len(self.replicas) not in (1, len(self.blocks)):
             raise LayoutError(f"{self.text}: replicas is one number, or one number per block")
         if self.uneven not in ("chunk", "balanced") or self.order not in ("contiguous", "zigzag"):

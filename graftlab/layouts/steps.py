@@ -117,6 +117,11 @@ def check_count(step: str, name: str, value: object, least: int = 1) -> None:
         raise LayoutError(f"{step}: {name} must be an int of at least {least}, not {value!r}")
 
 
+def check_dim(step: str, dim: object) -> None:
+    if type(dim) is not int:
+        raise LayoutError(f"{step}: dim must be an int, not {dim!r}")
+
+
 def _filled(like: Tensor, shape: tuple[int, ...], fill: float, step: str) -> Tensor:
     """A tensor of this shape, made from ``like``. Raises :class:`LayoutError` for one that is far larger."""
     if math.prod(shape) > max(_MOST_ELEMENTS, _MOST_TIMES * like.numel()):
@@ -148,6 +153,7 @@ class Part:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", tuple(self.of))
+        check_dim("part", self.dim)
         for size in self.of:
             check_count("part", "each number in of", size)
         if type(self.index) is not int or not 0 <= self.index < len(self.of):
@@ -207,6 +213,7 @@ class Window:
     caveat: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        check_dim("window", self.dim)
         check_count("window", "start", self.start, least=-(1 << 62))
         check_count("window", "length", self.length, least=0)
         check_count("window", "step", self.step)
@@ -259,6 +266,8 @@ class Strided:
     def __post_init__(self) -> None:
         for name in ("shape", "sizes", "strides"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for size in (*self.shape, *self.sizes):
+            check_count("strided", "each number in shape and sizes", size, least=0)
         if len(self.sizes) != len(self.strides) or math.prod(self.sizes) != math.prod(self.shape):
             raise LayoutError(f"{self.text}: each size needs a stride, and sizes must multiply to the shape's product")
         for stride in (*self.strides, self.offset):
@@ -313,8 +322,11 @@ class Pad:
     leaves_out: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        check_dim("pad", self.dim)
         check_count("pad", "size", self.size, least=0)
         check_count("pad", "to", self.to, least=self.size)
+        if type(self.fill) not in (int, float):
+            raise LayoutError(f"pad: fill must be a number, not {self.fill!r}")
 
     @property
     def caveat(self) -> str | None:

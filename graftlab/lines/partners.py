@@ -113,7 +113,8 @@ def with_shared_inputs_first(
     others: Sequence[LostOperation],
     tolerance: float,
 ) -> list[LostOperation]:
-    """The lost operations, first those that read a value which the other side's first one reads too.
+    """The lost operations, first those that read a value which the other side's first one reads too, and what leads to
+    them.
 
     One side may compute more in other steps, and all of that is lost too, though it is right.
     """
@@ -124,7 +125,9 @@ def with_shared_inputs_first(
         read = [form for number in operation.inputs for form in side.forms(number)]
         return any(_is_equal(own, each, agreement(own, each, tolerance)) for own in read for each in theirs)
 
-    return sorted(lost, key=lambda each: each.is_later or not shares(each.operation))
+    sharing = [each.operation for each in lost if not each.is_later and shares(each.operation)]
+    first = {index for each in sharing for index in (each.index, *side.flow.ancestors(each))}
+    return sorted(lost, key=lambda each: each.is_later or each.operation.index not in first)
 
 
 def _may_correspond(

@@ -30,7 +30,7 @@ def mistakes_of(pairs: Sequence[Pair], baseline: Items, target: Items) -> list[s
     wrong = misplaced(sure, baseline)
     names = {each.tap for each in wrong}
     problems = wrong
-    problems += _odd_transpositions(sure, baseline)
+    problems += odd_transpositions(sure, baseline)
     problems += [each for each in _odd_kernels(sure, baseline) if each.tap not in names]
     problems += _odd_biases(sure)
     problems += odd_heads(sure, baseline, target, names)
@@ -170,7 +170,7 @@ def _held_twice(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
     return problems
 
 
-def _odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
+def odd_transpositions(pairs: Sequence[Pair], baseline: Items) -> list[Contradiction]:
     """Square matrices fit either way, so the orientation of the other matrices shows the intended one."""
     # The orientation of a module's weight proves nothing about a parameter that the model's code multiplies itself.
     ways: dict[tuple[str, bool], list[Pair]] = defaultdict(list)

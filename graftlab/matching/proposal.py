@@ -48,8 +48,9 @@ class Proposal:
     """A sentence if both sides have rows, other than padding, without a partner; blank otherwise."""
     wrong_weights: tuple[str, ...] = field(default=(), kw_only=True)
     """The problems of weights: values of another weight, or a layout unlike their neighbours'."""
-    head_orders: tuple[str, ...] = field(default=(), kw_only=True)
-    """Sentences on weights that give q and k, or v and o, of one attention different orders of features."""
+    odd_orders: tuple[str, ...] = field(default=(), kw_only=True)
+    """Sentences on weights that give q and k, or v and o, of one attention different orders of features, and on square
+    matrices that are not transposed as others are."""
     unfit: frozenset[str] = field(default=frozenset(), kw_only=True)
     """The baseline's taps whose layouts do not fit a later call, and that a match of that call did not find."""
 

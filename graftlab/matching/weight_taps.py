@@ -20,7 +20,7 @@ from graftlab.layouts import Layout, Part, Rearrange, Step
 from graftlab.matching.contradictions import first_taps, uncovered
 from graftlab.matching.heads import odd_heads
 from graftlab.matching.matcher import Matcher
-from graftlab.matching.mistakes import TRANSPOSED, misplaced
+from graftlab.matching.mistakes import TRANSPOSED, misplaced, odd_transpositions
 from graftlab.matching.names import last_role, layers_of, module_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
@@ -75,7 +75,8 @@ def with_weights(
     _WeightsOfModules(matcher, proposal).match()
     _match_mostly_equal(matcher)
     match_constants(matcher)
-    orders = _unlike_heads(matcher, {each.tap for each in misplaced(_by_value(matcher), matcher.baseline)})
+    right = {pair.target for pair in proposal.pairs if pair.by_value}
+    orders = _odd_orders(matcher, {each.tap for each in misplaced(_by_value(matcher), matcher.baseline)}, right)
     for tap in (*ours, *theirs):
         tap.forget()
     unmatched = [{name: why.replace(" tap ", " weight ") for name, why in left.items()} for left in matcher.unmatched()]
@@ -87,7 +88,7 @@ def with_weights(
         pairs=tuple(sorted(found.pairs, key=lambda pair: places.get(pair.target, len(places)))),
         problems=(*proposal.problems, *problems, *orders),
         wrong_weights=tuple(problems),
-        head_orders=tuple(orders),
+        odd_orders=tuple(orders),
     )
 
 
@@ -161,10 +162,16 @@ def _by_value(matcher: Matcher) -> list[Pair]:
     return [pair for pair in matcher.pairs if pair.by_value]
 
 
-def _unlike_heads(matcher: Matcher, odd: Collection[str]) -> list[str]:
-    """A sentence on q and k, or v and o, with different orders of features, for all layers that have the same."""
+def _odd_orders(matcher: Matcher, odd: Collection[str], right: Collection[str]) -> list[str]:
+    """A sentence on weights whose numbers are in an odd order, for all layers that have the same.
+
+    These are q and k, or v and o, with different orders of features, and square matrices that are not transposed as
+    other matrices are. ``right`` has the target's taps that match by value: a module among them reads its weights well.
+    """
     layers: dict[str, list[str]] = defaultdict(list)
-    for each in odd_heads(_by_value(matcher), matcher.baseline, matcher.target, odd):
+    pairs = _by_value(matcher)
+    turned = (each for each in odd_transpositions(pairs, matcher.baseline) if module_of(each.tap) not in right)
+    for each in (*odd_heads(pairs, matcher.baseline, matcher.target, odd), *turned):
         layers[layers_of(each.tap)].append(each.text)
     return [
         found[0] + (f", and so in {counted(len(found) - 1, 'other layer')}" if len(found) > 1 else "")

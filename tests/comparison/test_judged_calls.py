@@ -253,7 +253,7 @@ def test_a_match_that_fails_or_leaves_rows_unpaired_clears_nothing() -> None:
 
 
 def test_heads_in_different_orders_are_a_reason_only_where_the_sides_differ() -> None:
-    proposal = Proposal((Pair("a", "x"),), wrong_weights=("first",), head_orders=("q and k", *"abcd"))
+    proposal = Proposal((Pair("a", "x"),), wrong_weights=("first",), odd_orders=("q and k", *"abcd"))
     parts: dict[str, Any] = {"match": proposal}
     assert judged(held(), held(taps=("x",)), **parts) == ("agree", ["first."])
     answer, remarks = judged(held(), held(taps=("x",)), found("a", "out", label="culprit"), **parts)

@@ -622,6 +622,11 @@ def test_an_expression_for_both_sides_is_not_evaluated_on_a_recording(recorded: 
     assert callees_of(session, "m(x)") == evaluated
 
 
+def test_the_list_of_ranks_is_the_callers_own(core: SessionCore) -> None:
+    core.ranks.clear()
+    assert [rank.label for rank in core.ranks] == ["baseline[0]", "target[0]", "target[1]"]
+
+
 def test_jobs_run_no_code_of_the_notebook(core: SessionCore, ranks: list[TalkingRank]) -> None:
     ranks[1].rank.takes_work = False
     for begin in (lambda: core.start(target="1"), lambda: core.execute("1", on="target")):

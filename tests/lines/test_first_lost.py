@@ -1028,6 +1028,21 @@ def test_a_wrong_write_is_found_whichever_baseline_line_comes_first() -> None:
     assert sources(found.target)[0] == sources(found.baseline)[0] == "pool[slot] = x[5] * 3"
 
 
+def test_a_lost_line_that_leads_to_one_with_shared_inputs_stays_before_it() -> None:
+    weight = drawn(24, 12, seed=1)
+
+    def quantised(*dim: int) -> Callable[[Tensor], Tensor]:
+        def multiplied(x: Tensor) -> Tensor:
+            scale = weight.abs().amax(dim, keepdim=True) / 127
+            return x @ ((weight / scale).round() * scale).T
+
+        return multiplied
+
+    found = compared(quantised(1), quantised(0, 1), drawn(6, 12))
+    assert sources(found.target)[0] == "return x @ ((weight / scale).round() * scale).T"
+    assert sources(found.baseline)[0] == "scale = weight.abs().amax(dim, keepdim=True) / 127"
+
+
 def test_a_result_that_nothing_reads_loses_no_operation() -> None:
     def loss(wrong: bool) -> Callable[[Tensor], Tensor]:
         def add(x: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ from graftlab.matching.mistakes import (
     _held_twice,
     _odd_biases,
     _odd_kernels,
-    _odd_transpositions,
     _other_kinds,
     mistakes_of,
     notices_of,
+    odd_transpositions,
 )
 from graftlab.matching.pair import Pair
 from graftlab.matching.recorded_taps import RecordedTap
@@ -285,7 +285,7 @@ def test_a_square_matrix_is_named_where_all_others_are_the_other_way_round() -> 
         pairs = [pair(name, name, square), *(pair(f"{n}.x.w", f"{n}.x.w", each) for n, each in enumerate(others))]
         items = {each.baseline: RecordedTap.of(each.baseline, torch.zeros(8, 4)) for each in pairs}
         items[name] = RecordedTap.of(name, torch.zeros(8, 8))
-        return [each.text for each in _odd_transpositions(pairs, items)]
+        return [each.text for each in odd_transpositions(pairs, items)]
 
     (said,) = named("same", TURNED, TURNED)
     assert said == (

@@ -188,14 +188,29 @@ def test_keys_in_another_order_than_queries_are_named_once_for_all_layers() -> N
     order = parse_layout("rearrange('(a b c) d -> (a c b) d', b=4, c=2)")
     ours = {f"h_{n}_{name}_weight": drawn(16, 8, seed=10 * n + at) for n in range(3) for at, name in enumerate("qk")}
     both = {f"b{name[1:]}": order.local(value) for name, value in ours.items()}
-    assert with_weights(Proposal(()), weights(**ours), weights(**both)).head_orders == ()
+    assert with_weights(Proposal(()), weights(**ours), weights(**both)).odd_orders == ()
     queries_alone = {name: ours[f"h{name[1:]}"] if "_k_" in name else value for name, value in both.items()}
     found = with_weights(Proposal(()), weights(**ours), weights(**queries_alone))
-    (said,) = found.head_orders
+    (said,) = found.odd_orders
     assert said.startswith("b.0.k.weight is h.0.k.weight in the same order, and b.0.q.weight is h.0.q.weight reordered")
     assert said.endswith(", and so in 2 other layers")
     assert found.problems == (said,)
     assert found.wrong_weights == ()
+
+
+def test_a_square_matrix_that_was_not_transposed_is_named_unless_its_module_agrees() -> None:
+    sizes = {"up": 32, "proj": 8, "down": 24}
+    ours = {f"h.{n}.{name}.weight": drawn(rows, 8, seed=9 * n + rows) for n in range(3) for name, rows in sizes.items()}
+    turned = {f"b{name[1:]}": value.T.contiguous() for name, value in ours.items()}
+    assert with_weights(Proposal(()), weights(**ours), weights(**turned)).odd_orders == ()
+    turned |= {f"b.{n}.proj.weight": ours[f"h.{n}.proj.weight"] for n in range(3)}
+    found = with_weights(Proposal(()), weights(**ours), weights(**turned))
+    assert found.odd_orders == (
+        "b.0.proj.weight is h.0.proj.weight not transposed, and all 6 matrices that are not square are: being square, "
+        "it fits either way, and so in 2 other layers",
+    )
+    agree = Proposal(tuple(Pair(f"h.{n}.proj", f"b.{n}.proj", sureness="exact") for n in range(3)))
+    assert with_weights(agree, weights(**ours), weights(**turned)).odd_orders == ()
 
 
 def _sure(found: Proposal) -> list[tuple[str, str, str]]:
