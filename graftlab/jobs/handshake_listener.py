@@ -43,7 +43,7 @@ class HandshakeListener:
         self._thread.start()
 
     def close(self) -> None:
-        """End all handshakes, and accept no more. The listening socket stays open."""
+        """End all handshakes, and accept no further connections. The listening socket stays open."""
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 
+from graftlab.base.tap_groups import described
 from graftlab.base.text import listed, numbered
 from graftlab.base.world import Side, other_side
 from graftlab.lines.frames import SourceFrame
@@ -114,7 +115,7 @@ def lines_in_words(lines: Sequence[DifferingLine], groups: Sequence[str], are_se
     head = f"{'In each of them, the' if is_of_all and are_several else 'The'} values {what} here"
     tap = "the tap agrees"
     if is_of_all and len(confirmed) < len(with_lines):
-        names = [each.partition("@")[0] for each in confirmed]
+        names = [described(each) for each in confirmed]
         tap = f"{listed(names, most=4)} {'agrees' if len(names) == 1 else 'agree'}"
     if any(each.confirmed and each.side == "target" and each.is_only_here for each in shown):
         head += f"; without this operation {tap}:"

@@ -148,7 +148,7 @@ def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -
         ({"other": [1]}, [1], None),
         (X, X, None),
         ([1.0], [1.0], None),
-        # Numbers of which some are whole are no tokens.
+        # A list with a number that is not whole has no tokens.
         ([1, 2.5], [1, 2.7], None),
     ],
 )

@@ -485,6 +485,12 @@ def test_groups_with_the_same_first_line_have_it_once_below_them() -> None:
     assert "[silu(up)]" in shown[3]
 
 
+def test_several_groups_that_a_graft_makes_agree_are_named_with_their_kinds() -> None:
+    lines = [line(group, "target", confirmed=group != "c") for group in ("a@grad", "b@param", "c")]
+    said = lines_in_words(lines, ["a@grad", "b@param", "c"])[0]
+    assert said.endswith("there, the gradient of a and the update of the weight b agree:")
+
+
 @pytest.mark.parametrize(
     ("wrong", "count", "said"),
     [
