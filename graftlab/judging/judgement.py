@@ -725,7 +725,7 @@ class Judgement:
         )
 
     def _explains(self, naming: Naming) -> bool:
-        return self._runs.request.shows_effects and bool(naming.named)
+        return self._runs.request.explain is True and bool(naming.named)
 
     def _can_swap(self, evidence: Evidence, naming: Naming) -> bool:
         if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
@@ -789,7 +789,7 @@ class Judgement:
         found = [*naming.quantised.text]
         groups = naming.quantised.outputs(naming.frame, naming.named)
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.shows_effects and self._can_swap(evidence, naming)
+        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
         if not groups or naming.named or output is None or not swappable or output.group in groups:
             return found, False
         measured = self._attempt("the swap of quantised modules", lambda: swaps.with_and_without(groups, output), None)
@@ -812,7 +812,7 @@ class Judgement:
             others = ~naming.frame["name"].isin([*naming.quantised.floors, *naming.quantised.scaled])
             found = replace(found, stands_out=taps_that_stand_out(naming.frame[others]))
         output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.shows_effects and self._can_swap(evidence, naming)
+        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
         if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
             return found
         measured = self._attempt(

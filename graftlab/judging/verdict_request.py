@@ -52,11 +52,6 @@ class VerdictRequest:
         _ = self.arguments
 
     @property
-    def shows_effects(self) -> bool:
-        """Whether runs show the effects of what differs."""
-        return bool(self.explain) and self.explain != "lines"
-
-    @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the named arguments of both functions."""
         return arguments("verdict", self.args, self.kwargs)

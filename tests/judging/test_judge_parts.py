@@ -217,8 +217,3 @@ def test_a_notebook_shows_a_line_for_each_named_group_with_its_worst_tap() -> No
 def test_a_group_has_the_most_serious_label_of_its_taps() -> None:
     frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": ["clean", "culprit", "inherited", "clean"]})
     assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": "culprit", "b": "inherited"}
-
-
-@pytest.mark.parametrize(("explain", "shows"), [(True, True), (1, True), ("lines", False), (False, False)])
-def test_effects_are_left_out_of_a_search_for_lines_alone(explain: Any, shows: bool) -> None:
-    assert VerdictRequest("f", "g", explain=explain).shows_effects == shows
