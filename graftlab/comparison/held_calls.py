@@ -35,8 +35,8 @@ from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.errors import GraftError, MatchError
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
-from graftlab.ranks.held_call import CallDescription
-from graftlab.ranks.holding import own_rounding, repeat_call
+from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.holding import OfCall, repeat_call
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
 from graftlab.verdict.model_data import BEGINNINGS
@@ -530,7 +530,7 @@ def judge_against_recording(
     trusted, hidden = not remarks, False
     if choice.floor == "auto" and verdict.named and not verdict.frame["dtype"].isin(_NARROW).any():
         # The floor that is assumed for float32 does not suit results that are computed in 16 bits.
-        (own,) = session.run(target=own_rounding).target[:1]
+        (own,) = session.run(target=OfCall(HeldCall.own_rounding)).target[:1]
         if own is not None:
             hidden = True
             remarks.append(

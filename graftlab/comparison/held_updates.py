@@ -21,8 +21,8 @@ from graftlab.control.core import lend_plan, restore_plan
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_update import UpdateDescription
-from graftlab.ranks.holding import divide_gradients, repeat_call, show_inputs, show_unchanged, take_inputs
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+from graftlab.ranks.holding import OfUpdate, repeat_call
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
 from graftlab.verdict.wording import NOT_CHECKED, Findings
@@ -55,7 +55,8 @@ def judge_held_updates(
     session = repeats.session
     if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
         session.edit(pairs=[*session.plan.pairs, *states])
-    given = _compared(session, show_inputs, show_inputs)
+    show = OfUpdate(HeldUpdate.show_inputs)
+    given = _compared(session, show, show)
     rows = records(given[given["status"].isin(MEASURED)])
     # A closure computes the gradients within the step, from values tapped there.
     has_closure = any(each.has_closure for each in (*baseline, *target))
@@ -162,7 +163,7 @@ def _judge_step(
     # From the ranks' own parts, whose sum is rounded differently, later weights would be further apart.
     in_parts = {*gradients.named, *gradients.small}
     own = {row.get("target_name") or row["name"] for row in rows if row["name"] in in_parts}
-    session.run(None, partial(divide_gradients, gradients.parts, own))
+    session.run(None, OfUpdate(partial(HeldUpdate.divide_gradients, by=gradients.parts, names=own)))
     frame, hidden = from_parts
     small = _small_difference(session, gradients.parts)
     return _Step(
@@ -238,7 +239,7 @@ def _update_from_parts(
     """
     take_equal_inputs(session, "kind != 'param_grad'")
     # How far the update moves each weight: its error may be small beside the weight.
-    moved, after = (_weights_after(session, each) for each in (show_unchanged, repeat_call))
+    moved, after = (_weights_after(session, each) for each in (OfUpdate(HeldUpdate.show_unchanged), repeat_call))
     sizes = {_place(row): row["rel_l2"] or 0.0 for row in records(moved)}
     rows = records(after)
     compared = {row["name"] for row in rows}
@@ -327,7 +328,8 @@ def take_equal_inputs(session: Session, which: str = "True") -> pd.DataFrame:
 
     ``which`` is a filter that chooses the inputs.
     """
-    return _compared(session, take_inputs, take_inputs, which)
+    take = OfUpdate(HeldUpdate.take_inputs)
+    return _compared(session, take, take, which)
 
 
 def _gradient_frame(given: pd.DataFrame, named: Sequence[str]) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,20 +20,8 @@ from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import GraftError, SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.ranks.held_call import WEIGHT, CallDescription
-from graftlab.ranks.holding import (
-    call_dtypes,
-    call_numbers,
-    drop_backward,
-    known_state,
-    left_in_16_bits,
-    narrow_call,
-    note_equal_call,
-    repeat_call,
-    try_backward,
-    widen_call,
-    widen_operators,
-)
+from graftlab.ranks.held_call import WEIGHT, CallDescription, HeldCall
+from graftlab.ranks.holding import OfCall, repeat_call, widen_call
 from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.ranks.widening import NARROW
 
@@ -75,6 +63,10 @@ class Repeats:
     def __init__(self, session: Session) -> None:
         self.session = session
 
+    def _both(self, method: Callable[[HeldCall], object]) -> Run:
+        """Call this method of the call that each rank holds."""
+        return self.session.run(OfCall(method), OfCall(method))
+
     def match(self) -> Proposal:
         """Pair the taps by value. Raises :class:`MatchError`."""
         # A call that reaches some taps before its exception can still be paired.
@@ -88,10 +80,10 @@ class Repeats:
 
     def add_backward(self) -> str | None:
         """Include a backward pass in each run; returns the reason if that fails."""
-        run = self.session.run(try_backward, try_backward)
+        run = self._both(HeldCall.try_backward)
         failed = [each for each in (*run.baseline, *run.target) if each is not None]
         if failed:
-            self.session.run(drop_backward, drop_backward)
+            self._both(HeldCall.drop_backward)
             return str(failed[0])
         return None
 
@@ -112,7 +104,7 @@ class Repeats:
 
     def note_equal(self) -> None:
         """Note that these calls are bit-equal, so that what they write is, too."""
-        self.session.run(note_equal_call, note_equal_call)
+        self._both(HeldCall.note_equal)
 
     def in_float32(
         self, choice: JudgingChoice, *, is_first: bool, rounded_otherwise: Collection[str] = (), explain: bool = True
@@ -129,7 +121,7 @@ class Repeats:
         Raises :class:`NoCloserLookError` if the numbers of both sides do not pair, or the calls round even then, and
         :class:`SessionError` if the calls cannot run in float32.
         """
-        read = self.session.run(call_numbers, call_numbers)
+        read = self._both(HeldCall.numbers)
         if len(read.baseline) not in (1, len(read.target)):
             ranks = counted(len(read.baseline), "rank")
             raise NoCloserLookError(f"the baseline has {ranks}, and the target {len(read.target)}")
@@ -138,7 +130,7 @@ class Repeats:
         kept_of_baseline: Collection[str] = ()
         kept_of_target: Collection[str] = ()
         if any(isinstance(each, str) for each in unequal):
-            known = self.session.run(known_state, known_state)
+            known = self._both(HeldCall.known_state)
             kept_of_baseline, kept_of_target = _kept(read, known)
             excused = [{*each.unchanged, *kept_of_target} for each in known.target]
             each_side = zip(partners, read.target, excused, strict=True)
@@ -147,7 +139,7 @@ class Repeats:
             if isinstance(each, str):
                 raise NoCloserLookError(each)
         numbers = [each for each in unequal if not isinstance(each, str)]
-        has = self.session.run(call_dtypes, call_dtypes)
+        has = self._both(HeldCall.dtypes)
         baseline, target = has.baseline[0], has.target[0]
         ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
         if ours is None or theirs is None:
@@ -165,22 +157,22 @@ class Repeats:
             failure = _failure(run)
             if failure is None:
                 return self.verdict(choice, explain=explain)
-            self.session.run(narrow_call, narrow_call)
+            self._both(HeldCall.narrow)
             # A rank whose operators cannot run in float64 would keep the others waiting.
-            if len(self.session.ranks) > 2 or _failure(self.session.run(widen_operators, widen_operators)) is not None:
+            if len(self.session.ranks) > 2 or _failure(self._both(HeldCall.widen_operators)) is not None:
                 raise SessionError(failure)
             # Writes into the call's own tensors still round to float32.
             floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
             verdict = self.verdict(replace(choice, floor=floor))
             verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
             # What rounds even then would be taken for a mistake.
-            run = self.session.run(left_in_16_bits, left_in_16_bits)
+            run = self._both(HeldCall.left_in_16_bits)
             if left := sorted({dtype for each in (*run.baseline, *run.target) for dtype in each}):
                 raise NoCloserLookError(f"writes into its tensors round to {' and '.join(left)} even then")
             return verdict
         finally:
             if not self.session.closed:
-                self.session.run(narrow_call, narrow_call)
+                self._both(HeldCall.narrow)
 
 
 def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:

@@ -58,8 +58,8 @@ from graftlab.matching.proposal import Proposal
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.held_call import CallDescription
-from graftlab.ranks.held_update import UpdateDescription
-from graftlab.ranks.holding import describe_call, describe_result, keep_inputs, release_call
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+from graftlab.ranks.holding import OfUpdate, describe_call, describe_result, release_call
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.model_data import BEGINNINGS
@@ -562,7 +562,7 @@ class _HeldInTurn:
             compared = self._refused(compared)
         if compared.answer == "agree" or (compared.answer == "inconclusive" and self._may_follow(held, compared)):
             # Optimizers may amplify rounding, which would accumulate over the updates.
-            self._session.run(keep_inputs, keep_inputs)
+            self._session.run(*[OfUpdate(HeldUpdate.keep_inputs)] * 2)
             if self._started is not None:
                 self._started.keep(units_of({"baseline": baseline[0], "target": target[0]}))
         return _followed_by(compared, self._left_to_updates)

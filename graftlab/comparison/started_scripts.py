@@ -22,16 +22,16 @@ from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription
-from graftlab.ranks.held_update import UpdateDescription
+from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import (
+    OfCall,
+    OfUpdate,
     ScriptEnd,
     UnitKind,
     held_unit,
-    keep_inputs,
     prepare_once,
     repeat_call,
-    take_weights,
 )
 from graftlab.ranks.recorded_step import compare_with_record, record_step
 from graftlab.verdict.added import added_frame
@@ -210,7 +210,7 @@ class StartedScripts(Repeats):
         for units in self._kept:
             self._skip_to(units)
             take_equal_inputs(self.session)
-            self.session.run(keep_inputs, keep_inputs)
+            self.session.run(*[OfUpdate(HeldUpdate.keep_inputs)] * 2)
         self._skip_to(self._units)
         self.session.run(prepare_once, prepare_once, args=(self._backward,))
         if takes_inputs and self._units["baseline"][0] == "update":
@@ -236,7 +236,7 @@ class StartedScripts(Repeats):
 def take_baseline_weights(session: Session) -> None:
     """Give the target's models of the held calls the baseline's weights."""
     lend_plan(session, b2t="kind == 'param'")
-    session.run(take_weights, take_weights)
+    session.run(*[OfCall(HeldCall.take_weights)] * 2)
     restore_plan(session)
 
 

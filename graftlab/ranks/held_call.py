@@ -461,7 +461,6 @@ class HeldCall:
         self._in_float64 = set()
         return self._called_once(self.narrow)
 
-    @property
     def left_in_16_bits(self) -> list[str]:
         """The dtypes of 16 bits to which the call still rounded, after :meth:`widen_operators`."""
         return sorted(self._in_float64 or ())

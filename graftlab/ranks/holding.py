@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.ranks.float32_state import KnownState
 from graftlab.ranks.held_call import CallDescription, HeldCall
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.widening import TrialOfRanks
@@ -17,6 +16,7 @@ from graftlab.taps.calls import here
 
 UnitKind = Literal["call", "update"]
 """The unit that a script is held in: a call of a model, or an update of its weights."""
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,29 @@ def held_call() -> HeldCall:
     return _held
 
 
-def held_update() -> HeldUpdate:
-    """The update that this rank holds. Raises :class:`SessionError` if it holds none."""
-    if not isinstance(_held, HeldUpdate):
-        raise SessionError("this rank holds no update")
-    return _held
+@dataclass(frozen=True)
+class OfCall(Generic[R]):
+    """A function that a session runs: calls this method of the call that the rank holds, and returns its result.
+
+    Raises :class:`SessionError` if the rank holds none.
+    """
+
+    method: Callable[[HeldCall], R]
+
+    def __call__(self) -> R:
+        return self.method(held_call())
+
+
+@dataclass(frozen=True)
+class OfUpdate(Generic[R]):
+    """Like :class:`OfCall`, for the update that the rank holds."""
+
+    method: Callable[[HeldUpdate], R]
+
+    def __call__(self) -> R:
+        if not isinstance(_held, HeldUpdate):
+            raise SessionError("this rank holds no update")
+        return self.method(_held)
 
 
 def _held_here() -> HeldCall | HeldUpdate:
@@ -90,66 +108,6 @@ def repeat_call() -> dict[str, torch.Tensor]:
     return _held_here()()
 
 
-def show_inputs() -> None:
-    """Tap the inputs of the held update; see :meth:`HeldUpdate.show_inputs`."""
-    held_update().show_inputs()
-
-
-def show_unchanged() -> None:
-    """Tap the weights without making the held update; see :meth:`HeldUpdate.show_unchanged`."""
-    held_update().show_unchanged()
-
-
-def take_inputs() -> None:
-    """Let repetitions of the held update begin with the taps' results; see :meth:`HeldUpdate.take_inputs`."""
-    held_update().take_inputs()
-
-
-def divide_gradients(by: int, names: Collection[str]) -> None:
-    """Divide gradients of the held update; see :meth:`HeldUpdate.divide_gradients`."""
-    held_update().divide_gradients(by, names)
-
-
-def keep_inputs() -> None:
-    """Let the script continue with the inputs that :func:`take_inputs` set."""
-    held_update().keep_inputs()
-
-
-def take_weights() -> None:
-    """Tap the weights of the held call's models, and repeat it from now on with the taps' results."""
-    held_call().take_weights()
-
-
-def try_backward() -> str | None:
-    """Include a backward pass in each repetition; see :meth:`HeldCall.try_backward`."""
-    return held_call().try_backward()
-
-
-def drop_backward() -> None:
-    """Repeat only the forward pass again."""
-    held_call().drop_backward()
-
-
-def call_numbers() -> dict[str, torch.Tensor] | None:
-    """The tensors that the held call may read; see :meth:`HeldCall.numbers`."""
-    return held_call().numbers()
-
-
-def call_dtypes() -> dict[str, torch.dtype]:
-    """The dtypes of what the held call may read; see :meth:`HeldCall.dtypes`."""
-    return held_call().dtypes()
-
-
-def known_state() -> KnownState:
-    """What is known of the state that the held call may read; see :meth:`HeldCall.known_state`."""
-    return held_call().known_state()
-
-
-def note_equal_call() -> None:
-    """Note that the held call is bit-equal to the other side's; see :meth:`HeldCall.note_equal`."""
-    held_call().note_equal()
-
-
 def widen_call(
     numbers: Sequence[Mapping[str, torch.Tensor]],
     rounded: Mapping[str, torch.dtype],
@@ -166,26 +124,6 @@ def widen_call(
         return held_call().widen(numbers[0], rounded, None, ranks, kept, rounded_otherwise)
     of_ranks = TrialOfRanks(trial, me.rank, me.world_size)
     return held_call().widen(numbers[me.rank], rounded, of_ranks, ranks, kept, rounded_otherwise)
-
-
-def widen_operators() -> str | None:
-    """Repeat the held call with operators in float64; see :meth:`HeldCall.widen_operators`."""
-    return held_call().widen_operators()
-
-
-def left_in_16_bits() -> list[str]:
-    """The dtypes to which the held call still rounded; see :attr:`HeldCall.left_in_16_bits`."""
-    return held_call().left_in_16_bits
-
-
-def own_rounding() -> tuple[str, float] | None:
-    """How far rounding moves the held call's results; see :meth:`HeldCall.own_rounding`."""
-    return held_call().own_rounding()
-
-
-def narrow_call() -> None:
-    """Repeat the held call with its own numbers again."""
-    held_call().narrow()
 
 
 def release_call() -> None:

@@ -35,7 +35,7 @@ from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import holding
 from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
 from graftlab.ranks.held_functions import FunctionInFile, arguments_of
-from graftlab.ranks.holding import ScriptEnd, describe_call, drop_backward, repeat_call, try_backward
+from graftlab.ranks.holding import OfCall, ScriptEnd, describe_call, repeat_call
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
 from graftlab.verdict.wording import Findings
@@ -691,15 +691,15 @@ def test_taps_whose_pairs_do_not_fit_a_call_are_those_that_fail_in_a_run_of_it()
 
 
 def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
-    session = MagicMock()
+    session, tried, dropped = MagicMock(), OfCall(HeldCall.try_backward), OfCall(HeldCall.drop_backward)
     session.run.return_value = SimpleNamespace(baseline=[None], target=[None])
     assert Repeats(session).add_backward() is None
-    assert session.run.call_args_list == [call(try_backward, try_backward)]
+    assert session.run.call_args_list == [call(tried, tried)]
     for ours, theirs in (([None], [None, "no gradient"]), (["no gradient"], [None, None])):
         session.run.reset_mock()
         session.run.return_value = SimpleNamespace(baseline=ours, target=theirs)
         assert Repeats(session).add_backward() == "no gradient"
-        assert session.run.call_args_list == [call(try_backward, try_backward), call(drop_backward, drop_backward)]
+        assert session.run.call_args_list == [call(tried, tried), call(dropped, dropped)]
 
 
 def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> None:

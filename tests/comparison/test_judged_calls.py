@@ -26,17 +26,9 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.held_call import CallDescription, HeldCall
 from graftlab.ranks.held_functions import FunctionInFile, define_call
-from graftlab.ranks.holding import (
-    call_dtypes,
-    call_numbers,
-    left_in_16_bits,
-    narrow_call,
-    own_rounding,
-    repeat_call,
-    widen_operators,
-)
+from graftlab.ranks.holding import OfCall, repeat_call
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.wording import Findings, RoundingGroups, ShownMap
 
@@ -517,11 +509,13 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     session, judge = Mock(ranks=[1, 2], closed=False), Mock(side_effect=RunError("run 9 failed"))
     monkeypatch.setattr(repeats, "judge", judge)
     narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
-    answers = {
-        call_numbers: ([{"x": ONES}], [{"x": MANY}]),
-        narrow_call: ([None], [None]),
-        call_dtypes: ([narrow], [wide]),
-        left_in_16_bits: ([[]], [[]]),
+    numbers, narrow_again = OfCall(HeldCall.numbers), OfCall(HeldCall.narrow)
+    left, in_float64 = OfCall(HeldCall.left_in_16_bits), OfCall(HeldCall.widen_operators)
+    answers: dict[Any, Any] = {
+        numbers: ([{"x": ONES}], [{"x": MANY}]),
+        narrow_again: ([None], [None]),
+        OfCall(HeldCall.dtypes): ([narrow], [wide]),
+        left: ([[]], [[]]),
     }
 
     def run(baseline: Any, target: Any) -> Any:
@@ -537,14 +531,14 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert [each.args[:2] for each in widened] == [([{}], {}), ([{"x": ONES}], narrow)]
     assert widened[0].args[2] != widened[1].args[2]
     assert list(tmp_path.iterdir()) == []
-    assert session.run.call_args.args == (narrow_call, narrow_call)
+    assert session.run.call_args.args == (narrow_again, narrow_again)
     fails = "no tensor of 16 bits was found"
     with pytest.raises(SessionError, match=r"^target\[0\]: no tensor of 16 bits was found$"):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
-    assert session.run.call_args.args == (narrow_call, narrow_call)
+    assert session.run.call_args.args == (narrow_again, narrow_again)
     assert judge.call_count == 1
     # A function's numbers of 16 bits may be out of reach; then its operators compute in float64.
-    answers[widen_operators] = ([None], [None])
+    answers[in_float64] = ([None], [None])
     judge.side_effect = None
     judge.return_value = Verdict(found("a"), 3)
     looked = Repeats(session).in_float32(JudgingChoice(), is_first=True)
@@ -552,24 +546,24 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert looked.findings.looked_in == "float64"
     # Ranks that could run in float32 do not while the others run in float64.
     done = [each.args[0] for each in session.run.call_args_list]
-    assert done[done.index(widen_operators) - 1] is narrow_call
+    assert done[done.index(in_float64) - 1] == narrow_again
     assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
-    assert session.run.call_args.args == (narrow_call, narrow_call)
+    assert session.run.call_args.args == (narrow_again, narrow_again)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
-    answers[left_in_16_bits] = ([[]], [["bfloat16"]])
+    answers[left] = ([[]], [["bfloat16"]])
     with pytest.raises(NoCloserLookError, match=r"^writes into its tensors round to bfloat16 even then$"):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     # A rank whose operators cannot run in float64 would keep the others waiting.
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
-    answers[call_numbers] = ([{"x": ONES}], [{"x": MANY}, {"x": ONES}])
+    answers[numbers] = ([{"x": ONES}], [{"x": MANY}, {"x": ONES}])
     with pytest.raises(SessionError, match="no tensor of 16 bits"):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args_list[2].args[1].args[0] == [{"x": ONES}, {}]
-    assert widen_operators not in [call.args[0] for call in session.run.call_args_list]
+    assert in_float64 not in [call.args[0] for call in session.run.call_args_list]
     # Ranks without a partner each.
     session.run.reset_mock()
-    answers[call_numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
+    answers[numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
     with pytest.raises(NoCloserLookError, match=r"^the baseline has 2 ranks, and the target 4$"):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_count == 1
@@ -812,7 +806,7 @@ def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any
     session.verdict.side_effect = [far, near]
     session.run.return_value = SimpleNamespace(target=[own])
     comparison = judge_against_recording(session, recording, [held(taps=("a", "head"))], JudgingChoice(output="head"))
-    assert session.run.call_args.kwargs == {"target": own_rounding}
+    assert session.run.call_args.kwargs == {"target": OfCall(HeldCall.own_rounding)}
     assert comparison.answer == ("inconclusive" if own else "differ")
     assert [each.kwargs["floor"] for each in session.verdict.mock_calls] == ["auto", *([2e-3] if own else [])]
     assert any(

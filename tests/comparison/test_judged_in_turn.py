@@ -18,9 +18,11 @@ from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.comparison.started_scripts import _not_seeded, how_started
 from graftlab.errors import SessionError
 from graftlab.ranks.held_call import CallDescription
-from graftlab.ranks.held_update import UpdateDescription
-from graftlab.ranks.holding import ScriptEnd, keep_inputs
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+from graftlab.ranks.holding import OfUpdate, ScriptEnd
 from graftlab.verdict.wording import Findings, RoundingGroups
+
+KEEP = OfUpdate(HeldUpdate.keep_inputs)
 
 
 def call(model: str = "Net", number: int = 1, **more: Any) -> CallDescription:
@@ -333,7 +335,7 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert turns._judge_update(held(update(), update())).answer == "agree"
     assert given == [("of B", {"w": 0.1})]
     assert (turns._updates, turns._since_update) == (1, 0)
-    assert SESSION.runs == [(keep_inputs, keep_inputs)]
+    assert SESSION.runs == [(KEEP, KEEP)]
     turns._left_to_updates = [scripts._SPLIT_DIFFERENTLY]
     differing = turns._judge_update(held(update(), update()))
     assert differing.remarks[-1].startswith(
@@ -361,7 +363,7 @@ def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
     assert found.remarks[0] == "1 update of the weights agrees. Update 1 can only be judged in part."
     assert found.remarks[-1] == "inconclusive"
     # The target continues with the baseline's values, as after an update that agrees.
-    assert SESSION.runs == [(keep_inputs, keep_inputs)] * 2
+    assert SESSION.runs == [(KEEP, KEEP)] * 2
     assert not turns._may_follow(held(update(not_repeated=True), update()), found)
 
 

@@ -16,11 +16,13 @@ from graftlab.comparison.held_updates import _differing_settings, judge_held_upd
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_update import UpdateDescription
-from graftlab.ranks.holding import repeat_call, show_inputs, show_unchanged, take_inputs
+from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
+from graftlab.ranks.holding import OfUpdate, repeat_call
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
 from graftlab.verdict.wording import Findings, RoundingGroups
+
+SHOW, TAKE = OfUpdate(HeldUpdate.show_inputs), OfUpdate(HeldUpdate.take_inputs)
 
 
 def update(**more: Any) -> UpdateDescription:
@@ -70,7 +72,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.done.append(functions)
         is_divided = any(isinstance(each, tuple) and each[0] is None for each in made.done)
         after = made.of_sums if is_divided else made.after
-        frames: dict[Any, Any] = {show_inputs: made.given, repeat_call: after, show_unchanged: made.moved}
+        frames: dict[Any, Any] = {SHOW: made.given, repeat_call: after, OfUpdate(HeldUpdate.show_unchanged): made.moved}
         return SimpleNamespace(frame=frames.get(functions[1], made.taken))
 
     session: Any = SimpleNamespace(run=run, plan=SimpleNamespace(pairs=()))
@@ -105,10 +107,10 @@ def test_equal_updates_agree_and_the_target_began_with_the_baselines_values(made
     nothing: dict[str, str | None] = {"b2t": None, "compare": "True", "keep": None, "t2b": None}
     assert made.done == [
         nothing,
-        (show_inputs, show_inputs),
+        (SHOW, SHOW),
         "restored",
         {**nothing, "b2t": "True"},
-        (take_inputs, take_inputs),
+        (TAKE, TAKE),
         "restored",
     ]
 
@@ -162,7 +164,7 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     compared = judged(made)
     divided = [each[1] for each in made.done if isinstance(each, tuple) and each[0] is None]
     # Other gradients may have been added up before the step.
-    assert [each.args for each in divided] == ([(2, {"w"})] if apart < 1e-5 else [])
+    assert [each.method.keywords for each in divided] == ([{"by": 2, "names": {"w"}}] if apart < 1e-5 else [])
     assert {"b2t": "kind != 'param_grad'", "compare": "True", "keep": None, "t2b": None} in made.done
     # Each plan that was lent was taken back.
     assert sum(isinstance(each, dict) for each in made.done) == made.done.count("restored")
@@ -236,8 +238,8 @@ def test_rounding_beside_a_small_update_from_parts_is_neither_cleared_nor_blamed
     assert compared.remarks[0].startswith("After the update v differs by more") is (answer == "inconclusive")
     assert compared.named == (["v@param"] if answer == "differ" else [])
     # What the step adds up must be its parts, also where they are noise.
-    divided = [each[1].args for each in made.done if isinstance(each, tuple) and each[0] is None]
-    assert divided == [(2, {"w", *small})]
+    divided = [each[1].method.keywords for each in made.done if isinstance(each, tuple) and each[0] is None]
+    assert divided == [{"by": 2, "names": {"w", *small}}]
     if answer == "agree":
         # It is a tenth of the 1 % that is allowed, which is five times the floor.
         assert compared.findings.frame["ratio"].max() == pytest.approx(0.5)

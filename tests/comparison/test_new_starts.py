@@ -22,7 +22,7 @@ from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
 from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
-from graftlab.ranks.holding import ScriptEnd, held_unit
+from graftlab.ranks.holding import OfUpdate, ScriptEnd, held_unit
 from graftlab.ranks.recorded_step import RecordSummary
 from graftlab.verdict.wording import Findings
 
@@ -45,7 +45,8 @@ class Noted:
             self._at = baseline.args, target.args
             self.done.append(self._at)
         else:
-            self.done.append((baseline.__name__, *args))
+            name = baseline.method.__qualname__ if isinstance(baseline, OfUpdate) else baseline.__name__
+            self.done.append((name, *args))
         return SimpleNamespace()
 
 
@@ -64,7 +65,7 @@ def test_a_new_start_takes_the_same_values_at_the_same_updates(monkeypatch: pyte
         "take_baseline_weights",
         (("update", 1), ("update", 2)),
         "take_equal_inputs",
-        ("keep_inputs",),
+        ("HeldUpdate.keep_inputs",),
         (("update", 3), ("update", 4)),
         ("prepare_once", False),
     ]

@@ -115,7 +115,7 @@ class Scripts:
     def _ask(self, side: str, function: Callable[..., object] | None) -> list[Any]:
         if function is None:
             return [None]
-        self.asked.append(f"{side} {function.__name__}")
+        self.asked.append(f"{side} {getattr(function, 'method', function).__name__}")
         if function is scripts.release_call:
             self._held[side] = next(self._units[side], ScriptEnd())
         held = self._held[side]

@@ -16,6 +16,7 @@ from graftlab.errors import SessionError
 from graftlab.ranks import held_functions, holding
 from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
 from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
+from graftlab.ranks.held_update import HeldUpdate
 from graftlab.ranks.holding import drop_call
 from graftlab.taps import calls
 
@@ -242,8 +243,8 @@ def test_a_rank_that_holds_nothing_refuses_to_repeat_it() -> None:
     held(lambda: torch.nn.Identity())
     assert holding.repeat_call()
     drop_call()
-    for ask in (holding.describe_call, holding.repeat_call, holding.try_backward):
+    for ask in (holding.describe_call, holding.repeat_call, holding.OfCall(HeldCall.try_backward)):
         with pytest.raises(SessionError, match="this rank holds no call"):
             ask()
     with pytest.raises(SessionError, match="this rank holds no update"):
-        holding.show_inputs()
+        holding.OfUpdate(HeldUpdate.show_inputs)()
