@@ -6,62 +6,39 @@ do not depend on it proceed.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import pandas as pd
 
-from graftlab.base.tap_groups import group_of, kind_of, kind_of_group, place_in_blame
+from graftlab.base.tap_groups import kind_of_group
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import GraftError, RunError
-from graftlab.grafting.self_graft import SelfGraft
-from graftlab.judging.job_steps import JobStepsAbandoned
+from graftlab.judging.attempts import Attempts
+from graftlab.judging.effects import Effects
+from graftlab.judging.evidence import Evidence
 from graftlab.judging.line_runs import LineSearch
-from graftlab.judging.masked_values import left_out, masks_alike, with_equal_masks, without_masked_values
-from graftlab.judging.measured_floors import MeasuredFloors
-from graftlab.judging.mechanisms import LentWeights, Mechanisms
-from graftlab.judging.partial_sums import (
-    GRADIENTS,
-    Summands,
-    averages_not_named,
-    averages_of_parts,
-    gradients_not_compared,
-    next_taps,
-    not_adding_up,
-    not_compared,
-    partial_sums,
-)
-from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
-from graftlab.judging.stored_weights import text_on_stored, without_weights
-from graftlab.judging.swaps import OutputTap, Swaps, by_size, earlier_steps, find_outputs, first_over
-from graftlab.judging.unmeasured import (
-    baseline_changed,
-    effects_not_measured,
-    judged_at,
-    judged_until_sketch,
-    not_grafted,
-    not_in_twin,
-    outputs_themselves,
-    unseen_taps,
-)
-from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned, VerdictRuns
+from graftlab.judging.masked_values import left_out, masks_alike, without_masked_values
+from graftlab.judging.measurement import Measurement
+from graftlab.judging.mechanisms import Mechanisms
+from graftlab.judging.naming import Naming, name_groups
+from graftlab.judging.partial_sums import Summands, not_adding_up
+from graftlab.judging.stored_weights import text_on_stored
+from graftlab.judging.swaps import Swaps
+from graftlab.judging.unmeasured import not_grafted
+from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.matching.pair import Pair
-from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import (
     NOT_NAMED,
     added_frame,
     labelled,
     named_groups,
     names_one_tap,
-    one_sided_filter,
     records,
     unread_grafts,
     unread_grafts_text,
 )
-from graftlab.verdict.causes import Causes, consequences
+from graftlab.verdict.causes import Causes
 from graftlab.verdict.extra_calls import extra_calls, only_before
 from graftlab.verdict.facts import Facts
 from graftlab.verdict.first_step import (
@@ -71,22 +48,8 @@ from graftlab.verdict.first_step import (
     on_diverged_weights,
 )
 from graftlab.verdict.free_running import held_choices, runs_freely
-from graftlab.verdict.gradient_scaling import gradient_scaling
-from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.lines import DifferingLine, explained_by_code
-from graftlab.verdict.model_data import (
-    AGREES_WITH_THE_BASELINES,
-    BEGINNINGS,
-    BELOW,
-    WITH_THE_BASELINES,
-    computed_between_calls,
-    differing_data,
-    differing_rows,
-    differing_weights,
-    input_names,
-    unequal_weights,
-)
-from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
+from graftlab.verdict.model_data import BELOW, differing_rows, differing_weights, unequal_weights
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     OutdatedPair,
@@ -95,94 +58,15 @@ from graftlab.verdict.outdated_pairs import (
     outdated_pairs,
     with_present_partners,
 )
-from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs, pairs_of
-from graftlab.verdict.quantised_modules import QuantisedModules, quantised_limits, quantised_modules
+from graftlab.verdict.pair_contradictions import pairs_of
 from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.rounds_differently import RoundingGroups, rounds_differently, taps_that_stand_out
 from graftlab.verdict.summary import floor_of
-from graftlab.verdict.unexplained import (
-    AccumulatedFloors,
-    ReturnedValues,
-    UnexplainedDifferences,
-    ValueDifference,
-    cut_graphs,
-    differing_taps,
-    on_unseen_choices,
-)
-from graftlab.verdict.wording import Findings, JobRemarks, reads_unwritten
-
-_log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
+from graftlab.verdict.unexplained import UnexplainedDifferences, cut_graphs, on_unseen_choices
+from graftlab.verdict.wording import Findings, reads_unwritten
 
 # Runs for all named groups together: with and without their code, the inputs of their modules, and lines of source.
 _RUNS_OF_NAMED = 4
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What the runs of a verdict measured.
-
-    ``compared`` are the rows of a run without grafts, ``grafted`` those of a run in which every tap had the baseline's
-    value, and ``returned`` and ``returned_grafted`` what the functions returned in them; None for jobs. ``outputs`` are
-    the taps at which effects are measured, ``selves`` the results of running the baseline against itself.
-    """
-
-    compared: pd.DataFrame
-    grafted: pd.DataFrame
-    returned: ReturnedValues | None
-    returned_grafted: ReturnedValues | None
-    outputs: Sequence[OutputTap]
-    selves: Sequence[SelfGraft]
-    floors: MeasuredFloors
-    one_sided: str | None
-    """A filter for the taps that only one side has. A swap must not wait for them."""
-    settings: SettingsDifference
-
-    @property
-    def measured(self) -> pd.DataFrame:
-        """The rows of taps that were grafted and measured."""
-        return self.grafted[self.grafted["status"].isin(MEASURED)]
-
-
-@dataclass
-class Naming:
-    """The named groups, and the measurements of each tap."""
-
-    frame: pd.DataFrame
-    named: list[str]
-    following: list[str]
-    """Groups of gradients that differ because named values differ."""
-    scaled: Sequence[str]
-    """Groups of gradients that differ by a factor that is taken back later."""
-    accumulated: AccumulatedFloors
-    differing: list[ValueDifference]
-    """The taps that differ without grafts, by more than rounding adds up to."""
-    given: set[str]
-    """The names of taps that show what the model was given."""
-    inputs: list[str]
-    data: list[str]
-    data_differs: bool
-    """Whether inputs, weights, settings or a factor differ, which may explain what no tap does."""
-    unseen: list[str]
-    not_repeated: list[str]
-    contradictions: Sequence[str] = ()
-    """A sentence on pairs of the plan that contradict their names or each other, if there are any."""
-    quantised: QuantisedModules = field(default_factory=QuantisedModules)
-    maybe_explained: list[str] = field(default_factory=list)
-    """Sentences on differences for which the data may be the reason."""
-    target_not_repeated: list[str] = field(default_factory=list)
-    diverged: list[str] = field(default_factory=list)
-    """Groups of values that the weights of jobs explain, which differ."""
-    only_without_grafts: bool = False
-    """Whether what nothing explains shows only where no tap has the baseline's value."""
-    job_remarks: JobRemarks | None = None
-
-    @property
-    def clears(self) -> bool:
-        """Whether no computation is named although one could be. Differing inputs do not count as one."""
-        return not (self.not_repeated or any(group not in self.inputs for group in self.named))
 
 
 def _unseen_dtype(computed_in: str, frame: pd.DataFrame) -> str:
@@ -198,22 +82,18 @@ class Judgement:
         self._runs = runs
         self._before = runs.before
         self._threshold = runs.request.threshold
-        self._failed: list[str] = []
-        self._masks_alike: list[str] = []
-        self._summed_at: dict[str, str] = {}
-        self._weights = LentWeights()
-        self._is_abandoned = False
+        self._attempt = Attempts(runs.session)
 
     def verdict(self) -> Verdict:
         """Make the runs, and return the verdict."""
-        evidence, split = self._measured_without_split_calls()
-        evidence, sums = self._measured_without_partial_sums(evidence)
-        evidence, averages = self._measured_without_averages(evidence)
-        evidence, parts = self._measured_without_parts_of_gradients(evidence)
-        naming = self._name(evidence)
-        naming.unseen += (
-            not_paired(split) + not_compared(sums) + gradients_not_compared(parts) + averages_not_named(averages)
-        )
+        measurement = Measurement(self._runs, self._attempt)
+        measurement.leave_out_split_calls()
+        measurement.leave_out_partial_sums()
+        measurement.leave_out_averages()
+        measurement.leave_out_parts_of_gradients()
+        evidence = measurement.evidence
+        naming = name_groups(self._runs, evidence)
+        naming.unseen += measurement.not_compared
         sentence = self._why_grafts_are_wrong(evidence, naming)
         if sentence is not None:
             return self._without_conclusion(naming, sentence)
@@ -225,20 +105,15 @@ class Judgement:
         if self._explains(naming):
             # Runs for each group alone, for all together, for the place of their errors, and for hints.
             self._runs.expected = self._runs.count + len(naming.named) + _RUNS_OF_NAMED
-        has_taps = bool(split) or len(evidence.compared) > 0
+        has_taps = bool(measurement.split) or len(evidence.compared) > 0
         unexplained, without_output, written = self._unexplained(evidence, naming, has_taps=has_taps)
-        if naming.clears and not naming.target_not_repeated:
-            nothing_read: list[str] = []
-            read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
-            without_output += reads_unwritten(read)
-        if naming.clears:
-            # What follows may dilute the difference, as a residual stream does.
-            without_output += not_adding_up(sums)
+        without_output += self._why_not_cleared(naming, measurement.sums)
         mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
-        causes, remarks = self._causes(evidence, naming, swaps)
-        quantised, explained = self._quantised(evidence, naming, swaps)
+        effects = Effects(self._runs, evidence, naming, swaps, self._attempt)
+        causes, remarks = effects.causes()
+        quantised, explained = effects.of_quantised()
         factors = naming.quantised.factors(naming.frame, naming.named)
         if self._runs.request.constant_floor is None:
             unexplained += factors
@@ -251,11 +126,10 @@ class Judgement:
             # The floor of a caller does not excuse results that no tap explains.
             beside_data = naming.data_differs or not naming.quantised.text
             (naming.data if beside_data else quantised).extend(naming.maybe_explained)
-        rounding = self._rounds_differently(evidence, naming, swaps)
+        rounding = effects.of_rounding()
         weights = differing_weights(evidence.compared, self._threshold)
         remarks += self._remarks(evidence, naming, weights, outdated, masked + written)
-        following = [*naming.following, *naming.diverged]
-        frame = labelled(naming.frame, naming.named, following, causes, self._threshold, naming.scaled)
+        frame = self._labelled(naming, causes)
         frame.loc[frame["group"].isin(rounding.groups) & (frame["added"] > 0), "label"] = ROUNDS_DIFFERENTLY
         search = self._search_lines(evidence, naming, frame, mechanisms)
         if search is not None:
@@ -274,7 +148,7 @@ class Judgement:
                 may_be_inherited=self._why_inherited(evidence, naming, lines),
                 not_repeated=naming.not_repeated if of_functions else (),
                 causes=causes,
-                hints={**self._weights.hints, **hints},
+                hints={**evidence.weights.hints, **hints},
                 remarks=remarks,
                 data=naming.data,
                 contradicting_pairs=naming.contradictions,
@@ -282,7 +156,7 @@ class Judgement:
                 inputs=naming.inputs,
                 # Jobs may have begun with different weights, so their weights are reported first.
                 weights=weights if of_functions else {},
-                weights_lent=bool(self._weights),
+                weights_lent=bool(evidence.weights),
                 following=naming.following,
                 target_not_repeated=naming.target_not_repeated if of_functions or self._runs.recorded else (),
                 job_remarks=naming.job_remarks,
@@ -291,13 +165,13 @@ class Judgement:
                 unexplained=unexplained,
                 only_without_grafts=naming.only_without_grafts and not factors,
                 without_output=without_output,
-                failed=self._failed,
+                failed=self._attempt.failed,
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
-                gradient_parts=[*parts],
+                gradient_parts=[*measurement.parts],
                 computed_in=_unseen_dtype(evidence.floors.computed_in, frame),
                 lines=lines,
-                only_returned=bool(split),
+                only_returned=bool(measurement.split),
                 after_taps=_after_taps(evidence),
                 # The side that raises makes fewer calls, and these pair with the other side's first ones.
                 extra_calls=[]
@@ -307,19 +181,21 @@ class Judgement:
                 ),
                 origins=origins,
                 only_before=self._attempt("the search for lone taps", partial(_only_before, evidence, frame), {}),
-                maps={**self._weights.maps, **mechanisms.maps},
+                maps={**evidence.weights.maps, **mechanisms.maps},
             ),
             self._runs.count,
         )
 
     def _without_conclusion(self, naming: Naming, sentence: str) -> Verdict:
         """The verdict where grafts would be wrong: the pairs no longer hold, or the sides are in different steps."""
-        following = [*naming.following, *naming.diverged]
-        frame = labelled(naming.frame, naming.named, following, {}, self._threshold, naming.scaled)
-        frame["label"] = "unmeasured"
-        ranks = self.session.options.target
-        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=self._failed, inconclusive=[sentence])
+        frame = self._labelled(naming, {}).assign(label="unmeasured")
+        failed, ranks = self._attempt.failed, self.session.options.target
+        found = Findings(frame, self._threshold, ranks, naming.unseen, failed=failed, inconclusive=[sentence])
         return Verdict(found, self._runs.count)
+
+    def _labelled(self, naming: Naming, causes: Mapping[str, Causes]) -> pd.DataFrame:
+        following = [*naming.following, *naming.diverged]
+        return labelled(naming.frame, naming.named, following, causes, self._threshold, naming.scaled)
 
     def _why_grafts_are_wrong(self, evidence: Evidence, naming: Naming) -> str | None:
         """A sentence if the sides are in different steps, or have updated their parameters differently; else None.
@@ -371,233 +247,6 @@ class Judgement:
         present = self._attempt("the search for the partners that taps have now", self._runs.present_pairs, nothing)
         outdated = with_present_partners(outdated, pairs_of(evidence.compared, self._before), present)
         return outdated, learned_from_other_code(outdated) or None
-
-    def _attempt(self, what: str, stage: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the stage's result; if it fails, ``otherwise``, and add a sentence to the verdict."""
-        if self._is_abandoned:
-            return otherwise
-        try:
-            return stage()
-        except Exception as error:
-            # Any other error is a defect of graftlab, and a report of it needs the traceback.
-            level = logging.DEBUG if isinstance(error, GraftError) else logging.WARNING
-            _log.log(level, "verdict: %s failed", what, exc_info=True)
-            self._is_abandoned = isinstance(error, (VerdictAbandoned, JobStepsAbandoned)) or self.session.closed
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            own = isinstance(error, GraftError) and lines
-            # A run's error names the ranks in its first line, and what happened to the first of them in its second.
-            shown = ": ".join(lines[: 2 if isinstance(error, RunError) else 1]).partition(". Its log (")[0]
-            reason = shown if own else ": ".join([type(error).__name__, *lines[:1]])
-            self._failed.append(f"{what[0].upper()}{what[1:]} failed, so its results are missing: {reason}")
-            return otherwise
-
-    # ---- the runs that every verdict needs ----------------------------------------------------------------------
-
-    def _measured_without_split_calls(self) -> tuple[Evidence, SplitCalls]:
-        """The measurements without taps at which each side divides its work into different calls; and those taps.
-
-        Without a returned value, or if the plan pairs calls, nothing is left out.
-        """
-        evidence = self._measure()
-        split: SplitCalls = {}
-        pairs_calls = self._before.pairs or self._runs.request.output is not None
-        if evidence.returned is not None and evidence.returned.compared and not pairs_calls:
-            what = "the search for calls that do not pair"
-            split = self._attempt(what, partial(split_calls, evidence.compared), split)
-        if split:
-            self._runs.leave_out(split)
-            self._runs.return_weights()
-            evidence = self._measure()
-        return evidence, split
-
-    def _measured_without_partial_sums(self, evidence: Evidence) -> tuple[Evidence, dict[str, Summands]]:
-        """The measurements without taps that hold partial sums on each rank; and those taps, by group."""
-        sums: dict[str, Summands] = {}
-        # What is computed from a summand, as by dropout, is one too, and shows it once the summand is not grafted.
-        while self._runs.shows_module_inputs and not self._failed:
-            found: dict[str, Summands] = {}
-            limits = quantised_limits(evidence.compared)
-            limits |= {name: limits[output] for name, output in self._summed_at.items() if output in limits}
-            search = partial(partial_sums, self._runs, evidence.grafted, limits)
-            found = self._attempt("the search for partial sums", search, found)
-            if found.keys() <= sums.keys():
-                break
-            sums |= found
-            names = {name for each in found.values() for name in each.names}
-            after = next_taps(evidence.grafted, names)
-            self._summed_at |= {name: self._summed_at.get(output, output) for name, output in after.items()}
-            self._runs.leave_out((name, None) for name in names)
-            self._runs.return_weights()
-            evidence = self._measure()
-        return evidence, sums
-
-    def _measured_without_averages(self, evidence: Evidence) -> tuple[Evidence, list[str]]:
-        """The measurements without numbers that each rank has of its part of the batch; and these, by name.
-
-        Nothing is left out if functions return values: these differ as well, and would then be unexplained.
-        """
-        ranks = self.session.options
-        returns = evidence.returned is not None and evidence.returned.compared
-        names: list[str] = []
-        if not (returns or self._failed):
-            names = averages_of_parts(evidence.grafted, ranks.baseline, ranks.target)
-        if names:
-            self._runs.leave_out((name, None) for name in names)
-            self._runs.return_weights()
-            evidence = self._measure()
-        return evidence, names
-
-    def _measured_without_parts_of_gradients(self, evidence: Evidence) -> tuple[Evidence, dict[str, list[str]]]:
-        """The measurements without gradients that code after the run adds up over the ranks; and those, by group.
-
-        Nothing is left out if something is named without them too: then they may show where a sum is missing.
-        """
-        parts: dict[str, list[str]] = {}
-        while self._runs.request.gradient_parts and not self._failed:
-            none: dict[str, Summands] = {}
-            search = partial(partial_sums, self._runs, evidence.grafted, kinds=GRADIENTS)
-            sums = self._attempt("the search for partial sums of gradients", search, none)
-            found = {group: each.names for group, each in sums.items() if not each.wrong}
-            if found.keys() <= parts.keys():
-                break
-            parts |= found
-            self._runs.leave_out((name, kind_of_group(group)) for group, names in found.items() for name in names)
-            self._runs.return_weights()
-            evidence = self._measure()
-        if parts and self._name(evidence).named:
-            self._runs.take_back((name, kind_of_group(group)) for group, names in parts.items() for name in names)
-            self._runs.return_weights()
-            return self._measure(), {}
-        return evidence, parts
-
-    def _measure(self) -> Evidence:
-        compared = self._runs.both("without grafts", RunFilters(compare="True", keep=SETTINGS))
-        returned = self._runs.returned
-        settings = self._attempt(
-            "the values of the optimizer's settings",
-            partial(settings_difference, compared, self._runs.pair),
-            NO_SETTINGS,
-        )
-        self._weights = LentWeights.of(self._runs, compared, self._threshold)
-        if self._weights.compared is not None:
-            compared, returned = self._weights.compared, self._runs.returned
-        compared = without_weights(compared, self._weights.stored)
-        grafted = self._attempt(
-            "the run in which every tap was grafted",
-            lambda: self._runs.both("what each tap adds", RunFilters(b2t="True")),
-            compared.iloc[:0],
-        )
-        returned_grafted = None if self._failed else self._runs.returned
-        self._masks_alike = []
-        if isinstance(self._runs, CalledRuns):
-            # Jobs may show other values in their next steps.
-            as_they_are: tuple[pd.DataFrame, pd.DataFrame, list[str]] = compared, grafted, []
-            compared, grafted, self._masks_alike = self._attempt(
-                "the comparison of masks",
-                partial(with_equal_masks, self._runs, compared, grafted),
-                as_they_are,
-            )
-        measured = grafted[grafted["status"].isin(MEASURED)]
-        outputs = [] if self._failed else self._outputs(grafted, returned)
-        selves: list[SelfGraft] = self._attempt(
-            "the baseline against itself",
-            lambda: self._runs.baseline_against_itself(
-                compared[compared["status"].isin(MEASURED)] if self._failed else measured,
-                [part.group for output in outputs for part in output.all],
-            ),
-            [],
-        )
-        return Evidence(
-            compared,
-            grafted,
-            returned,
-            returned_grafted,
-            outputs,
-            selves,
-            MeasuredFloors(selves, self._before),
-            one_sided_filter(pd.concat([compared, grafted])),
-            settings,
-        )
-
-    def _outputs(self, grafted: pd.DataFrame, returned: ReturnedValues | None) -> list[OutputTap]:
-        paths = [each.path for each in returned.differences] if returned is not None else []
-        # After an exception no output is computed, and the values before it are judged.
-        name = self._runs.request.output if self._runs.raised is None else None
-        return find_outputs(grafted, name, paths)
-
-    # ---- what is computed differently ---------------------------------------------------------------------------
-
-    def _name(self, evidence: Evidence) -> Naming:
-        compared, grafted, rows, floors = evidence.compared, evidence.grafted, evidence.measured, evidence.floors
-        unseen = not_in_twin(evidence.selves, self._runs.has_twin)
-        to_be_grafted = self._runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
-        quantised = quantised_modules(compared, grafted, self._threshold, self._summed_at)
-        # The scales were compared together with their weights.
-        others = compared[~compared["name"].isin(list(quantised.scales))] if len(compared) else compared
-        unseen += unseen_taps(others, to_be_grafted, grafted, evidence.selves)
-        if self._weights.failure is not None:
-            unseen.append(f"the target's code with the baseline's weights: {self._weights.failure}")
-        given = {*input_names(compared), *input_names(grafted)}
-        given -= computed_between_calls(compared, grafted, self._threshold)
-        inputs = [group_of(n, t) for n, t in zip(rows["name"], rows["tags"], strict=True) if n in given]
-        not_repeated = floors.not_repeated
-        job_remarks = self._runs.job_remarks(compared, grafted, not_repeated)
-        contradictions = contradicting_pairs(compared, self._before)
-        unseen += compared_in_part(compared, self._before)
-        data: list[str] = []
-        constant = self._runs.request.constant_floor
-        if job_remarks is not None:
-            constant = job_remarks.constant
-            unseen += job_remarks.unseen
-            data += data_of_jobs(compared, grafted, self._threshold)
-        else:
-            of_weights = WITH_THE_BASELINES if self._weights else BELOW
-            data += differing_data(
-                compared, self._threshold, grafted, of_weights=of_weights, settings=evidence.settings
-            )
-        if constant is None and not evidence.selves:
-            constant, _ = floor_of(Facts(compared))
-        frame = added_frame(
-            grafted,
-            floors.of_groups(),
-            compared=compared,
-            constant=constant,
-            own=floors.of_taps(),
-            allowed=quantised.floors,
-        )
-        frame, behind = judged_until_sketch(frame, grafted, self._threshold)
-        unseen += [behind] if behind else []
-        named = named_groups(frame, self._threshold)
-        accumulated = floors.accumulated(constant)
-        differing = [] if not_repeated else differing_taps(compared, accumulated, self._threshold, leave=given)
-        if self._weights and not (named or not_repeated or differing):
-            returned = evidence.returned
-            if returned is None or not returned.beyond(accumulated, self._threshold, floors.returned_not_repeated):
-                data = [line.replace(WITH_THE_BASELINES, AGREES_WITH_THE_BASELINES) for line in data]
-        sizes = self.session.options.baseline, self.session.options.target
-        scaling = gradient_scaling(frame, grafted, named, *sizes, self._threshold)
-        if scaling.groups:
-            data.append(scaling.text)
-            frame = scaling.taken_out_of(frame)
-        following = consequences(frame, [group for group in named if group not in scaling.groups], self._threshold)
-        named = [group for group in named if group not in (*scaling.groups, *following)]
-        return Naming(
-            frame,
-            named,
-            following,
-            scaling.groups,
-            accumulated,
-            differing,
-            given,
-            [*inputs, *scaling.groups],
-            data,
-            any(not line.startswith(BEGINNINGS["param"]) for line in data) or bool(data and not self._weights),
-            unseen,
-            not_repeated,
-            contradictions=contradictions,
-            quantised=quantised,
-            job_remarks=job_remarks,
-        )
 
     def _unmask(self, evidence: Evidence, naming: Naming) -> list[str]:
         """If something differs and nothing is named, judge masked taps by their other values. Returns a remark."""
@@ -682,6 +331,18 @@ class Judgement:
             return unexplained, (differences.lost() if states_lost else []) + without_output, []
         return unexplained, [], written
 
+    def _why_not_cleared(self, naming: Naming, sums: Mapping[str, Summands]) -> list[str]:
+        """If nothing is named, sentences on memory that is read unwritten, and on sums over ranks that are wrong."""
+        if not naming.clears:
+            return []
+        found: list[str] = []
+        if not naming.target_not_repeated:
+            nothing_read: list[str] = []
+            read = self._attempt("the check for unwritten memory", self._runs.unwritten_memory, nothing_read)
+            found += reads_unwritten(read)
+        # What follows may dilute the difference, as a residual stream does.
+        return found + not_adding_up(sums)
+
     def _unseen_choices(self, evidence: Evidence, naming: Naming) -> tuple[list[str], list[str]]:
         """A sentence on returned whole numbers that may agree by chance, or one if they do."""
         returned = evidence.returned
@@ -727,102 +388,11 @@ class Judgement:
     def _explains(self, naming: Naming) -> bool:
         return self._runs.request.explain is True and bool(naming.named)
 
-    def _can_swap(self, evidence: Evidence, naming: Naming) -> bool:
-        if naming.not_repeated or self._runs.recorded or not evidence.selves or self._is_abandoned:
-            return False
-        return naming.job_remarks is None or not naming.target_not_repeated
-
     def _can_trace(self, naming: Naming) -> bool:
         """Whether both sides' operations correspond: in one step of jobs, or in calls with equal results each time."""
         of_functions = naming.job_remarks is None
         may_trace = self._runs.request.explain and naming.named
         return bool(may_trace) and not (of_functions and naming.not_repeated)
-
-    def _causes(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[dict[str, Causes], list[str]]:
-        """The effect of the named groups on each output, by the output's title, and remarks on it."""
-        if not (self._explains(naming) and self._can_swap(evidence, naming)) or self._runs.raised is not None:
-            # A call that raises has no output whose change would show an effect.
-            return {}, []
-        frame, named = naming.frame, naming.named
-        causes: dict[str, Causes] = {}
-        quantised = naming.quantised.outputs(frame, named)
-        for output in evidence.outputs:
-            rank = place_in_blame(output.group)
-            groups = [g for g in named if judged_at(g) == rank and first_over(frame, g, self._threshold) <= output.end]
-            if not groups or not swaps.can_measure(groups, output):
-                continue
-            # The effect of a gradient is measured with the baseline's values, which are computed before it.
-            settled = [*(g for g in named if judged_at(g) < rank), *naming.following, *naming.scaled]
-            settled += [group for group in quantised if group != output.group]
-            found = self._attempt(
-                f"the search for what moves {output.name}",
-                lambda output=output, groups=groups, settled=settled: swaps.causes(  # type: ignore[misc]
-                    groups, settled, output, self._threshold, by_size=by_size(frame, groups)
-                ),
-                None,
-            )
-            if found is not None:
-                causes[output.title] = found.with_earlier(
-                    earlier_steps(frame, output, naming.accumulated, found.limit) if found.agrees else ()
-                )
-        changed: list[str] = self._attempt("the last check of the baseline", self._runs.baseline_changed, [])
-        if changed:
-            # The swaps were measured against a baseline that has changed.
-            return {}, [baseline_changed(changed)]
-        alone = self._without_dependents(causes, [part.group for each in evidence.outputs for part in each.all])
-        causes = {group: each.with_unknown(alone) for group, each in causes.items()}
-        remarks = effects_not_measured(named, causes, swaps, evidence.outputs) + outputs_themselves(alone)
-        if quantised and causes:
-            remarks.append("The effect was measured with the baseline's outputs at the other quantised modules.")
-        return causes, remarks
-
-    def _without_dependents(self, causes: Mapping[str, Causes], outputs: Collection[str]) -> list[str]:
-        """The minor groups of values that nothing else depends on. They are outputs themselves."""
-        labels = (item for each in causes.values() for item in each.labels.items())
-        minor = [g for g, label in labels if label == "minor" and not (kind_of_group(g) or g in outputs)]
-        if not minor:
-            return []
-        return self._attempt("the search for dependents", lambda: self._runs.without_dependents(minor), [])
-
-    def _quantised(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> tuple[list[str], bool]:
-        """Sentences on quantised modules, with their effect if nothing is named; and whether that is all there is."""
-        found = [*naming.quantised.text]
-        groups = naming.quantised.outputs(naming.frame, naming.named)
-        output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
-        if not groups or naming.named or output is None or not swappable or output.group in groups:
-            return found, False
-        measured = self._attempt("the swap of quantised modules", lambda: swaps.with_and_without(groups, output), None)
-        if measured is None:
-            return found, False
-        restored, total = measured
-        # The last tap of a model that is watched as a whole has this name.
-        name = "the output" if output.name == "output" else f"the output {output.name}"
-        now = "bit-equal" if restored == 0 else f"off by {restored:.2g}"
-        found.append(f"With the baseline's outputs there, {name} is {now}; with the target's it is off by {total:.2g}.")
-        return found, restored <= self._threshold * evidence.floors.of_output(output.group).rel_l2
-
-    def _rounds_differently(self, evidence: Evidence, naming: Naming, swaps: Swaps) -> RoundingGroups:
-        """The groups of low precision that compute in another order, and, where nothing is named, their effect."""
-        found = RoundingGroups()
-        if not naming.not_repeated:
-            found = rounds_differently(naming.frame, [*naming.named, *naming.quantised.outputs(naming.frame, ())])
-        # A caller who gives the floor has chosen what may be added.
-        if naming.clears and self._runs.request.constant_floor is None:
-            others = ~naming.frame["name"].isin([*naming.quantised.floors, *naming.quantised.scaled])
-            found = replace(found, stands_out=taps_that_stand_out(naming.frame[others]))
-        output = next((each for each in evidence.outputs if kind_of(each.tags) is None), None)
-        swappable = self._runs.request.explain is True and self._can_swap(evidence, naming)
-        if not found.groups or naming.named or output is None or not swappable or found.groups == (output.group,):
-            return found
-        measured = self._attempt(
-            "the swap of what rounds differently", lambda: swaps.with_and_without(found.groups, output), None
-        )
-        if measured is None:
-            return found
-        found = found.with_effect(output.name, *measured)
-        # In any tensor parallel target sums over ranks round differently, which explains little.
-        return found if found.explains_output else RoundingGroups(stands_out=found.stands_out)
 
     # ---- what is said beside the conclusion ---------------------------------------------------------------------
 
@@ -838,8 +408,8 @@ class Judgement:
         remarks: list[str] = []
         if naming.job_remarks is not None and naming.named:
             remarks += naming.job_remarks.of_named
-        remarks += [masks_alike(self._masks_alike)] if self._masks_alike else []
-        remarks += [*more, *text_on_stored(self._weights.stored)]
+        remarks += [masks_alike(evidence.masks_alike)] if evidence.masks_alike else []
+        remarks += [*more, *text_on_stored(evidence.weights.stored)]
         if not naming.named:
             remarks += unequal_weights(evidence.compared, weights)
         if outdated and naming.named:

@@ -14,8 +14,10 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.self_graft import SelfGraft
-from graftlab.judging import judgement
+from graftlab.judging import measurement
+from graftlab.judging.attempts import Attempts
 from graftlab.judging.judgement import Judgement
+from graftlab.judging.measurement import Measurement
 from graftlab.judging.partial_sums import Summands
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
@@ -172,7 +174,7 @@ def test_the_tap_that_adds_an_error_is_named_beside_weights_that_differ() -> Non
 def test_partial_sums_are_left_out_of_new_runs_from_the_targets_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is computed from a summand shows that it is one in the second run; then nothing new is found.
     found = iter([{name: Summands([name], [])} for name in "bcc"])
-    monkeypatch.setattr(judgement, "partial_sums", lambda runs, grafted, limits: next(found))
+    monkeypatch.setattr(measurement, "partial_sums", lambda runs, grafted, limits: next(found))
     runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: (taps("grafted"), 0.0)})
     runs.shows_module_inputs = True
     verdict = Judgement(runs).verdict()
@@ -191,9 +193,9 @@ def test_summands_found_later_keep_the_limit_of_the_output_they_are_summed_at(
         asked.append(limits)
         return next(found)
 
-    monkeypatch.setattr(judgement, "partial_sums", sums)
-    monkeypatch.setattr(judgement, "next_taps", lambda grafted, names: {"c": "b"} if names == {"b"} else {})
-    monkeypatch.setattr(judgement, "quantised_limits", lambda compared: {"b": 0.25})
+    monkeypatch.setattr(measurement, "partial_sums", sums)
+    monkeypatch.setattr(measurement, "next_taps", lambda grafted, names: {"c": "b"} if names == {"b"} else {})
+    monkeypatch.setattr(measurement, "quantised_limits", lambda compared: {"b": 0.25})
     runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: (taps("grafted"), 0.0)})
     runs.shows_module_inputs = True
     Judgement(runs).verdict()
@@ -209,12 +211,12 @@ def test_parts_of_gradients_are_left_out_unless_something_is_named_without_them_
     def sums(runs: Any, grafted: pd.DataFrame, *, kinds: Any) -> dict[str, Summands]:
         return next(found)
 
-    monkeypatch.setattr(judgement, "partial_sums", sums)
+    monkeypatch.setattr(measurement, "partial_sums", sums)
     without = (taps("grafted", c=0.2 * named), 0.0)
     runs = Runs({PLAIN: (taps(), 0.0), GRAFTED: without}, gradient_parts=True)
-    judged = Judgement(runs)
-    evidence = judged._measure()
-    _, parts = judged._measured_without_parts_of_gradients(evidence)
+    measured = Measurement(runs, Attempts(runs.session))
+    measured.leave_out_parts_of_gradients()
+    parts = measured.parts
     again = ["weights returned", PLAIN, GRAFTED]
     if wrong:
         # Nothing is left out, and nothing measured again.

@@ -10,18 +10,22 @@ import pandas as pd
 import pytest
 
 from graftlab.errors import RunError, SessionError
+from graftlab.judging.attempts import Attempts
 from graftlab.judging.job_steps import JobStepsAbandoned
-from graftlab.judging.judgement import Judgement, _unseen_dtype
+from graftlab.judging.judgement import _unseen_dtype
 from graftlab.judging.swaps import _is_same_layer
 from graftlab.judging.unmeasured import baseline_changed, effects_not_measured, outputs_themselves
 from graftlab.verdict.causes import Causes
 
 
 @pytest.fixture
-def judgement() -> Judgement:
-    session = SimpleNamespace(closed=False)
-    runs: Any = SimpleNamespace(session=session, before=None, request=SimpleNamespace(threshold=5.0))
-    return Judgement(runs)
+def session() -> Any:
+    return SimpleNamespace(closed=False)
+
+
+@pytest.fixture
+def attempt(session: Any) -> Attempts:
+    return Attempts(session)
 
 
 def raising(error: Exception) -> Any:
@@ -32,27 +36,27 @@ def raising(error: Exception) -> Any:
 
 
 def test_a_failed_stage_is_reported_with_the_first_line_of_its_error(
-    judgement: Judgement, caplog: pytest.LogCaptureFixture
+    attempt: Attempts, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert judgement._attempt("the search", raising(SessionError("\na rank died\nits log ends")), 7) == 7
+        assert attempt("the search", raising(SessionError("\na rank died\nits log ends")), 7) == 7
         assert not caplog.records
-        assert judgement._attempt("the swap", raising(KeyError("rope\nand more")), 8) == 8
-        assert judgement._attempt("the swap", raising(ZeroDivisionError()), 9) == 9
+        assert attempt("the swap", raising(KeyError("rope\nand more")), 8) == 8
+        assert attempt("the swap", raising(ZeroDivisionError()), 9) == 9
     # The traceback of what is a defect of graftlab, and of nothing else.
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
-    assert judgement._failed == [
+    assert attempt.failed == [
         "The search failed, so its results are missing: a rank died",
         r"The swap failed, so its results are missing: KeyError: 'rope\nand more'",
         "The swap failed, so its results are missing: ZeroDivisionError",
     ]
-    assert judgement._attempt("the search", lambda: 3, 4) == 3
+    assert attempt("the search", lambda: 3, 4) == 3
 
 
-def test_a_stage_in_which_a_rank_died_says_how(judgement: Judgement) -> None:
+def test_a_stage_in_which_a_rank_died_says_how(attempt: Attempts) -> None:
     died = "target[1] died: killed by SIGKILL. Its log (/logs/target-1.log) ends:"
-    judgement._attempt("the search", raising(RunError(f"run 3 failed on target[1]\n\n{died}\nthe log")), None)
-    assert judgement._failed == [
+    attempt("the search", raising(RunError(f"run 3 failed on target[1]\n\n{died}\nthe log")), None)
+    assert attempt.failed == [
         "The search failed, so its results are missing: run 3 failed on target[1]: target[1] died: killed by SIGKILL"
     ]
 
@@ -73,17 +77,17 @@ def test_a_dtype_of_the_baseline_that_no_tap_shows_is_named(
     assert _unseen_dtype(computed_in, pd.DataFrame({"dtype": dtypes, "cast": casts})) == unseen
 
 
-def test_stages_of_several_lines_show_one(judgement: Judgement) -> None:
-    judgement._attempt("the search", raising(ValueError("first\nsecond")), None)
-    assert judgement._failed == ["The search failed, so its results are missing: ValueError: first"]
+def test_stages_of_several_lines_show_one(attempt: Attempts) -> None:
+    attempt("the search", raising(ValueError("first\nsecond")), None)
+    assert attempt.failed == ["The search failed, so its results are missing: ValueError: first"]
 
 
 @pytest.mark.parametrize("error", [JobStepsAbandoned("the user pressed stop"), OSError("the socket is closed")])
-def test_after_an_abandoned_stage_no_other_is_begun(judgement: Judgement, error: Exception) -> None:
-    judgement.session.closed = isinstance(error, OSError)
-    judgement._attempt("the search", raising(error), None)
-    assert judgement._attempt("the swap", lambda: pytest.fail("it was begun"), 5) == 5
-    assert len(judgement._failed) == 1
+def test_after_an_abandoned_stage_no_other_is_begun(session: Any, attempt: Attempts, error: Exception) -> None:
+    session.closed = isinstance(error, OSError)
+    attempt("the search", raising(error), None)
+    assert attempt("the swap", lambda: pytest.fail("it was begun"), 5) == 5
+    assert len(attempt.failed) == 1
 
 
 def test_an_effect_is_missing_only_if_no_output_was_measured_for_it() -> None:

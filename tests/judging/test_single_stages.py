@@ -13,9 +13,14 @@ import pytest
 from kit.verdict_stages import JOBS, Made, naming, taps
 
 from graftlab.diffs.rounding import assumed_floor
-from graftlab.judging import judgement
-from graftlab.judging.judgement import Judgement, Naming
+from graftlab.judging import effects, judgement, measurement
+from graftlab.judging import naming as groups_named
+from graftlab.judging.attempts import Attempts
+from graftlab.judging.effects import Effects
+from graftlab.judging.judgement import Judgement
+from graftlab.judging.measurement import Measurement
 from graftlab.judging.mechanisms import LentWeights
+from graftlab.judging.naming import Naming, name_groups
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.gradient_scaling import GradientScaling
@@ -222,9 +227,13 @@ def swapped(made: Made) -> Made:
     return made
 
 
+def effects_of(made: Made, swaps: Any) -> Effects:
+    return Effects(made.runs, made.evidence, made.naming, swaps, Attempts(made.runs.session))
+
+
 def causes_of(made: Made, *found: Causes | None, measurable: bool = True) -> tuple[dict[str, Causes], list[str]]:
     swaps: Any = Swapping(made, *found, measurable=measurable)
-    return Judgement(made.runs)._causes(made.evidence, made.naming, swaps)
+    return effects_of(made, swaps).causes()
 
 
 def test_the_effect_of_what_comes_before_an_output_is_measured_at_it(swapped: Made) -> None:
@@ -265,7 +274,7 @@ def test_minor_groups_on_which_nothing_depends_are_outputs_themselves(swapped: M
 def test_an_output_that_agrees_at_its_end_may_differ_in_earlier_steps(
     swapped: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judgement, "earlier_steps", lambda frame, output, floors, limit: (2,) if limit == 5.0 else ())
+    monkeypatch.setattr(effects, "earlier_steps", lambda frame, output, floors, limit: (2,) if limit == 5.0 else ())
     assert causes_of(swapped, Causes({"b": "minor"}, total=1.0))[0]["logits"].earlier == (2,)
     assert causes_of(swapped, Causes({"b": "minor"}, total=9.0))[0]["logits"].earlier == ()
 
@@ -307,7 +316,7 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
 ) -> None:
     found = RoundingGroups(("a", "b"))
     swapped.runs.request.constant_floor = None
-    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
+    monkeypatch.setattr(effects, "rounds_differently", lambda frame, named: found)
 
     def assert_none(found: RoundingGroups) -> None:
         # From Python 3.13 on, dataclasses with equal NaNs are not equal.
@@ -318,7 +327,7 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     def rounding(*measured: Any, **more: Any) -> RoundingGroups:
         swapped.naming = naming(**{"named": (), **more})
         swaps: Any = Swapping(swapped, *measured)
-        return Judgement(swapped.runs)._rounds_differently(swapped.evidence, swapped.naming, swaps)
+        return effects_of(swapped, swaps).of_rounding()
 
     assert rounding((0.1, 0.4)) == found.with_effect("logits", 0.1, 0.4)
     # In any tensor parallel target sums over ranks round differently, which explains little.
@@ -326,12 +335,12 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     assert len(swapped.asked) == 2
     assert rounding(named=("a",)) == found
     assert_none(rounding(not_repeated=["b"]))
-    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups(("d",)))
+    monkeypatch.setattr(effects, "rounds_differently", lambda frame, named: RoundingGroups(("d",)))
     unmeasured = rounding()
     assert (unmeasured.groups, unmeasured.output) == (("d",), "")
-    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: RoundingGroups())
+    monkeypatch.setattr(effects, "rounds_differently", lambda frame, named: RoundingGroups())
     assert_none(rounding())
-    monkeypatch.setattr(judgement, "rounds_differently", lambda frame, named: found)
+    monkeypatch.setattr(effects, "rounds_differently", lambda frame, named: found)
     swapped.runs.request.explain = False
     assert rounding() == found
     swapped.runs.request.explain = True
@@ -343,7 +352,7 @@ def test_the_effect_of_rounding_differently_is_measured_where_nothing_is_named(
     assert rounding() == found
     assert len(swapped.asked) == 2
     # What stands out is a doubt where nothing is named, also beside sums over ranks.
-    monkeypatch.setattr(judgement, "taps_that_stand_out", lambda frame: "x adds far more.")
+    monkeypatch.setattr(effects, "taps_that_stand_out", lambda frame: "x adds far more.")
     assert rounding().stands_out == "x adds far more."
     assert rounding(named=("a",)).stands_out == ""
     swapped.runs.request.constant_floor = 0.05
@@ -362,7 +371,7 @@ def test_the_effect_of_quantised_modules_is_measured_where_nothing_else_is_named
         swapped.naming.quantised = SimpleNamespace(text=["Quantised."], outputs=lambda frame, named: groups)  # type: ignore[assignment]
         swapped.asked.clear()
         swaps: Any = Swapping(swapped, *measured)
-        return Judgement(swapped.runs)._quantised(swapped.evidence, swapped.naming, swaps)
+        return effects_of(swapped, swaps).of_quantised()
 
     last = "With the baseline's outputs there, the output logits is off by 0.4; with the target's it is off by 0.6."
     assert quantised((0.4, 0.6)) == (["Quantised.", last], True)
@@ -409,7 +418,7 @@ def given(made: Made, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             given[name] = (args, options)
             return result
 
-        monkeypatch.setattr(judgement, name, called)
+        monkeypatch.setattr(groups_named, name, called)
 
     stub("added_frame", naming().frame)
     stub("judged_until_sketch", (naming().frame, "not judged since"))
@@ -432,9 +441,7 @@ def given(made: Made, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def named_in(made: Made, weights: LentWeights | None = None) -> Naming:
-    judged = Judgement(made.runs)
-    judged._weights = LentWeights() if weights is None else weights
-    return judged._name(made.evidence)
+    return name_groups(made.runs, replace(made.evidence, weights=LentWeights() if weights is None else weights))
 
 
 def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, Any], made: Made) -> None:
@@ -466,8 +473,8 @@ def test_gradients_that_follow_or_are_scaled_are_not_named(
     given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaling = SimpleNamespace(groups=("b",), text="scaled by 2", taken_out_of=lambda frame: frame)
-    monkeypatch.setattr(judgement, "gradient_scaling", lambda *_: scaling)
-    monkeypatch.setattr(judgement, "consequences", lambda frame, named, threshold: [*named])
+    monkeypatch.setattr(groups_named, "gradient_scaling", lambda *_: scaling)
+    monkeypatch.setattr(groups_named, "consequences", lambda frame, named, threshold: [*named])
     found = named_in(made)
     assert (found.named, found.following, found.scaled, found.inputs) == ([], ["c"], ("b",), ["b"])
     assert found.data[-1] == "scaled by 2"
@@ -489,7 +496,7 @@ def test_only_weights_that_were_lent_explain_nothing_more(
     lent = LentWeights(made.evidence.compared)
 
     def differs(*data: str, weights: LentWeights | None = None) -> bool:
-        monkeypatch.setattr(judgement, "differing_data", lambda *_, **__: list(data))
+        monkeypatch.setattr(groups_named, "differing_data", lambda *_, **__: list(data))
         return named_in(made, weights).data_differs
 
     param = BEGINNINGS["param"]
@@ -506,9 +513,9 @@ def test_where_nothing_differs_with_the_baselines_weights_that_is_said(
 ) -> None:
     of_weights = WITH_THE_BASELINES
     lent = LentWeights(made.evidence.compared)
-    monkeypatch.setattr(judgement, "differing_data", lambda *_, of_weights, **__: [of_weights])
-    monkeypatch.setattr(judgement, "judged_until_sketch", lambda *_: (naming(()).frame, ""))
-    monkeypatch.setattr(judgement, "differing_taps", lambda *_, **__: [])
+    monkeypatch.setattr(groups_named, "differing_data", lambda *_, of_weights, **__: [of_weights])
+    monkeypatch.setattr(groups_named, "judged_until_sketch", lambda *_: (naming(()).frame, ""))
+    monkeypatch.setattr(groups_named, "differing_taps", lambda *_, **__: [])
     assert named_in(made, lent).data == [AGREES_WITH_THE_BASELINES]
     assert named_in(made).data == [BELOW]
     for beyond, said in (([], AGREES_WITH_THE_BASELINES), (["logits"], of_weights)):
@@ -518,7 +525,7 @@ def test_where_nothing_differs_with_the_baselines_weights_that_is_said(
         )
         assert named_in(made, lent).data == [said]
     made.evidence = replace(made.evidence, returned=None)
-    monkeypatch.setattr(judgement, "differing_taps", lambda *_, **__: ["differs"])
+    monkeypatch.setattr(groups_named, "differing_taps", lambda *_, **__: ["differs"])
     assert named_in(made, lent).data == [of_weights]
 
 
@@ -555,7 +562,11 @@ def test_masked_values_are_left_out_where_something_differs_and_nothing_is_named
     assert unmasked() == []
 
 
-def test_the_origin_of_errors_is_sought_of_named_values_alone(given: dict[str, Any], made: Made) -> None:
+def test_the_origin_of_errors_is_sought_of_named_values_alone(
+    given: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judgement, "added_frame", groups_named.added_frame)  # type: ignore[attr-defined]
+
     def sought(frame: Any, named: Sequence[str], rows: Any, added: Any, threshold: float) -> Any:
         added(rows)
         return made.note(tuple(named), "origins")
@@ -623,10 +634,14 @@ def measured(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
     made.runs.baseline_against_itself = lambda rows, keep: made.note(("itself", len(rows), tuple(keep)), [])
     made.runs.leave_out = lambda which: made.note(("left out", *which), None)
     made.runs.return_weights = lambda: made.note("weights returned", None)
-    monkeypatch.setattr(judgement, "settings_difference", lambda rows, pair: NO_SETTINGS)
-    monkeypatch.setattr(judgement, "split_calls", lambda rows: {("q", None): {}})
+    monkeypatch.setattr(measurement, "settings_difference", lambda rows, pair: NO_SETTINGS)
+    monkeypatch.setattr(measurement, "split_calls", lambda rows: {("q", None): {}})
     monkeypatch.setattr(LentWeights, "of", classmethod(lambda cls, *_: cls()))
     return made
+
+
+def measurement_of(made: Made) -> Measurement:
+    return Measurement(made.runs, Attempts(made.runs.session))
 
 
 PLAIN = ("without grafts", None, "True", SETTINGS)
@@ -636,8 +651,8 @@ GRAFTED = ("what each tap adds", "True", None, None)
 def test_a_verdict_measures_without_grafts_then_with_all_then_the_baseline_itself(
     measured: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judgement, "find_outputs", lambda rows, output, paths: [OUTPUT] if paths else [])
-    evidence = Judgement(measured.runs)._measure()
+    monkeypatch.setattr(measurement, "find_outputs", lambda rows, output, paths: [OUTPUT] if paths else [])
+    evidence = measurement_of(measured).evidence
     assert measured.asked == [PLAIN, GRAFTED, ("itself", 4, ("d",))]
     assert evidence.returned.differences[0].path == "without grafts"  # type: ignore[union-attr]
     assert evidence.returned_grafted.differences[0].path == "what each tap adds"  # type: ignore[union-attr]
@@ -652,7 +667,7 @@ def test_with_the_baselines_weights_that_run_is_judged(measured: Made, monkeypat
         return LentWeights(lent)
 
     monkeypatch.setattr(LentWeights, "of", staticmethod(lend))
-    evidence = Judgement(measured.runs)._measure()
+    evidence = measurement_of(measured).evidence
     assert evidence.compared is lent
     assert evidence.returned.differences[0].path == "lent"  # type: ignore[union-attr]
 
@@ -660,7 +675,7 @@ def test_with_the_baselines_weights_that_run_is_judged(measured: Made, monkeypat
 def test_without_the_grafted_run_no_output_is_measured(measured: Made) -> None:
     both = measured.runs.both
     measured.raising = {"what each tap adds"}
-    evidence = Judgement(measured.runs)._measure()
+    evidence = measurement_of(measured).evidence
     assert (len(evidence.grafted), evidence.returned_grafted, evidence.outputs) == (0, None, [])
     # The floors are of what the other run compared.
     assert measured.asked[-1] == ("itself", 4, ())
@@ -668,9 +683,9 @@ def test_without_the_grafted_run_no_output_is_measured(measured: Made) -> None:
 
 
 def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured: Made) -> None:
-    judged = Judgement(measured.runs)
-    _, split = judged._measured_without_split_calls()
-    assert split == {("q", None): {}}
+    without = measurement_of(measured)
+    without.leave_out_split_calls()
+    assert without.split == {("q", None): {}}
     assert measured.asked[3:] == [
         ("left out", ("q", None)),
         "weights returned",
@@ -680,7 +695,9 @@ def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured
     ]
 
     def is_left_out() -> bool:
-        return Judgement(measured.runs)._measured_without_split_calls()[1] != {}
+        without = measurement_of(measured)
+        without.leave_out_split_calls()
+        return without.split != {}
 
     assert is_left_out()
     measured.runs.before.pairs = ("a pair",)
@@ -704,11 +721,14 @@ def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured
 def test_partial_sums_are_sought_where_module_inputs_show_and_nothing_failed(
     measured: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judgement, "partial_sums", lambda runs, rows, limits: measured.note("sums", {}))
+    monkeypatch.setattr(measurement, "partial_sums", lambda runs, rows, limits: measured.note("sums", {}))
     for shows, failed, seeks in ((True, [], True), (False, [], False), (True, ["failed"], False)):
         measured.runs.shows_module_inputs = shows
+        without = measurement_of(measured)
+        without._attempt.failed += failed
+        before = without.evidence
         measured.asked.clear()
-        judged = Judgement(measured.runs)
-        judged._failed = failed
-        assert judged._measured_without_partial_sums(measured.evidence) == (measured.evidence, {})
+        without.leave_out_partial_sums()
+        assert without.evidence is before
+        assert without.sums == {}
         assert ("sums" in measured.asked) is seeks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import SessionError
 from graftlab.judging import judgement
-from graftlab.judging.judgement import Evidence, Judgement, Naming
+from graftlab.judging.evidence import Evidence
+from graftlab.judging.judgement import Judgement
 from graftlab.judging.mechanisms import LentWeights
+from graftlab.judging.naming import Naming
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame
 from graftlab.verdict.causes import Causes
@@ -134,8 +137,14 @@ class Made:
             "extra_calls": lambda rows, named: ["extra calls"],
             "pairing_advice": lambda rows, of_jobs: f"pair, jobs: {of_jobs}",
             "not_grafted": lambda rows, frame, threshold: ["not grafted"],
-            "not_paired": lambda split: [f"not paired: {each}" for each in split],
             "reads_unwritten": lambda found: [f"reads unwritten {each}" for each in found],
+            "Measurement": self._measured,
+            "name_groups": lambda runs, evidence: self.naming,
+            "Effects": lambda *_: SimpleNamespace(
+                causes=lambda: (self.causes, ["of causes"]),
+                of_quantised=lambda: ([*self.naming.quantised.text], False),
+                of_rounding=lambda: self.rounding,
+            ),
             "_only_before": lambda evidence, frame: {"b": "only before"},
         }
         for name, stub in of_module.items():
@@ -147,22 +156,22 @@ class Made:
             raise SessionError(f"{what}: a rank died")
         return result
 
+    def _measured(self, runs: Any, attempt: Any) -> Any:
+        lent = LentWeights(self.lent, {"w": "a hint at weights"}, {"w": "a map of weights"})  # type: ignore[dict-item]
+        steps = ("split_calls", "partial_sums", "averages", "parts_of_gradients")
+        return SimpleNamespace(
+            evidence=replace(self.evidence, weights=lent),
+            split=self.split,
+            sums={},
+            parts=self.parts,
+            not_compared=[f"not paired: {each}" for each in self.split],
+            **{f"leave_out_{step}": lambda: None for step in steps},
+        )
+
     def verdict(self) -> Verdict:
         made = self
 
         class Given(Judgement):
-            def _measured_without_split_calls(self) -> Any:
-                return made.evidence, made.split
-
-            def _measured_without_partial_sums(self, evidence: Any) -> Any:
-                return evidence, {}
-
-            def _measured_without_parts_of_gradients(self, evidence: Any) -> Any:
-                return evidence, made.parts
-
-            def _name(self, evidence: Any) -> Naming:
-                return made.naming
-
             def _unmask(self, evidence: Any, naming: Naming) -> list[str]:
                 return ["masked"]
 
@@ -173,12 +182,4 @@ class Made:
             def _origins(self, *_: Any) -> Any:
                 return "origins"
 
-            def _causes(self, *_: Any) -> Any:
-                return made.causes, ["of causes"]
-
-            def _rounds_differently(self, *_: Any) -> RoundingGroups:
-                return made.rounding
-
-        judged = Given(self.runs)
-        judged._weights = LentWeights(self.lent, {"w": "a hint at weights"}, {"w": "a map of weights"})  # type: ignore[dict-item]
-        return judged.verdict()
+        return Given(self.runs).verdict()
