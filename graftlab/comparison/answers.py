@@ -12,7 +12,8 @@ from graftlab.base.tap_groups import is_output
 from graftlab.control.report import write_report
 from graftlab.control.verdicts import Verdict
 from graftlab.errors import WaitInterrupted
-from graftlab.verdict.wording import NOT_CHECKED, Findings
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.wording import NOT_CHECKED
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal

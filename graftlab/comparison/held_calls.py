@@ -39,10 +39,11 @@ from graftlab.ranks.held_call import CallDescription, HeldCall
 from graftlab.ranks.holding import OfCall, repeat_call
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.unexplained import compare_returned
-from graftlab.verdict.wording import NOT_CHECKED, Findings
+from graftlab.verdict.wording import NOT_CHECKED
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal

@@ -25,7 +25,8 @@ from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, repeat_call
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import added_frame, coarser_dtype, records
-from graftlab.verdict.wording import NOT_CHECKED, Findings
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.wording import NOT_CHECKED
 
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal

@@ -12,9 +12,10 @@ from graftlab.base.text import first_of
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import roundoff
 from graftlab.verdict.added import NOT_NAMED, records
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
-from graftlab.verdict.wording import NOT_CHECKED, Findings
+from graftlab.verdict.wording import NOT_CHECKED
 
 _NARROW = ("bfloat16", "float16")
 # A query may read mainly the few tokens that were moved, so it differs by more than their whole sequence. A state sums

@@ -35,7 +35,7 @@ from graftlab.ranks.holding import (
 )
 from graftlab.ranks.recorded_step import compare_with_record, record_step
 from graftlab.verdict.added import added_frame
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 if TYPE_CHECKING:
     from graftlab.control.verdicts import Verdict

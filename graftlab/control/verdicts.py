@@ -11,10 +11,11 @@ from graftlab.base.html import bundle, cell, number, table
 from graftlab.base.text import counted
 from graftlab.errors import SessionError
 from graftlab.verdict.added import LABELS
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.lines import INDENT, lines_frame
 from graftlab.verdict.origins import ErrorOrigin
 from graftlab.verdict.source_view import source_view
-from graftlab.verdict.wording import Findings, parts_of, text_of
+from graftlab.verdict.wording import parts_of, text_of
 
 if TYPE_CHECKING:
     import pandas as pd

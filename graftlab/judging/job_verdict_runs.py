@@ -43,6 +43,7 @@ from graftlab.ranks.messages import (
     TraceSteps,
 )
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.first_step import FirstDifference, first_difference
 from graftlab.verdict.job_remarks import remarks_on_jobs, updates
 from graftlab.verdict.misaligned_steps import (
@@ -53,7 +54,6 @@ from graftlab.verdict.misaligned_steps import (
 )
 from graftlab.verdict.model_data import without_data
 from graftlab.verdict.unexplained import AccumulatedFloors
-from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,13 +20,13 @@ from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled, named_groups, unseen_of
 from graftlab.verdict.causes import consequences
 from graftlab.verdict.extra_calls import extra_calls
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.first_step import first_difference
 from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
 from graftlab.verdict.misaligned_steps import find_misaligned_steps
 from graftlab.verdict.model_data import RunData, input_names, without_data
 from graftlab.verdict.unexplained import AccumulatedFloors
-from graftlab.verdict.wording import Findings
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore

@@ -41,6 +41,7 @@ from graftlab.verdict.added import (
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.extra_calls import extra_calls, only_before
 from graftlab.verdict.facts import Facts
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.first_step import (
     NOT_JUDGED_SINCE,
     FirstDifference,
@@ -63,7 +64,7 @@ from graftlab.verdict.renaming import pairing_advice
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.summary import floor_of
 from graftlab.verdict.unexplained import UnexplainedDifferences, cut_graphs, on_unseen_choices
-from graftlab.verdict.wording import Findings, reads_unwritten
+from graftlab.verdict.wording import reads_unwritten
 
 # Runs for all named groups together: with and without their code, the inputs of their modules, and lines of source.
 _RUNS_OF_NAMED = 4

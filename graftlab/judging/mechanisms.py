@@ -25,6 +25,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX
 from graftlab.verdict.activations import activation_hint
 from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
+from graftlab.verdict.findings import ShownMap
 from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import differing_rows, weights_to_lend, with_data_of, without_data
 from graftlab.verdict.origins import (
@@ -37,7 +38,6 @@ from graftlab.verdict.origins import (
 )
 from graftlab.verdict.stale_rows import stale_rows
 from graftlab.verdict.unexplained import ReturnedValues
-from graftlab.verdict.wording import ShownMap
 
 _MOST_MAPS = 24
 """How many maps a verdict has, of at most 2 MiB each."""

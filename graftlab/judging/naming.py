@@ -14,6 +14,7 @@ from graftlab.judging.verdict_runs import VerdictRuns
 from graftlab.verdict.added import added_frame, named_groups
 from graftlab.verdict.causes import consequences
 from graftlab.verdict.facts import Facts
+from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.gradient_scaling import gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs
 from graftlab.verdict.model_data import (
@@ -29,7 +30,6 @@ from graftlab.verdict.pair_contradictions import compared_in_part, contradicting
 from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modules
 from graftlab.verdict.summary import floor_of
 from graftlab.verdict.unexplained import AccumulatedFloors, ValueDifference, differing_taps
-from graftlab.verdict.wording import JobRemarks
 
 
 @dataclass

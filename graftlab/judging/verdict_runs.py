@@ -48,6 +48,7 @@ from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import ModuleCall
 from graftlab.verdict.added import coarser_dtype, measured_rows, ratio, records
+from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.job_remarks import remarks_on_recording
@@ -55,7 +56,6 @@ from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_s
 from graftlab.verdict.model_data import data_rows, without_data
 from graftlab.verdict.origins import WantedInputs
 from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned, extents_by_request
-from graftlab.verdict.wording import JobRemarks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

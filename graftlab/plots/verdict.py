@@ -19,8 +19,8 @@ from graftlab.plots.explorer import rounded
 from graftlab.plots.pairs import draw_difference_map
 from graftlab.plots.scales import value_axis
 from graftlab.verdict.facts import tap_name
+from graftlab.verdict.findings import ShownMap
 from graftlab.verdict.order import require
-from graftlab.verdict.wording import ShownMap
 
 _MARKED = {
     "culprit": style.VERMILLION,

@@ -11,9 +11,9 @@ from graftlab.base.text import first_of, spans
 from graftlab.diffs.rounding import assumed_floor
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import ratio, records
+from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.model_data import RunData, data_rows, differing_data, input_names
-from graftlab.verdict.wording import JobRemarks
 
 _GRAFT_THEM = "session.verdict(graft_weights=True)"
 _MOST_STEPS = 6

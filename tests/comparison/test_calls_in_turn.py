@@ -21,7 +21,7 @@ from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
 from graftlab.session import Session
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 
 @pytest.mark.parametrize(

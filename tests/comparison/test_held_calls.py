@@ -38,7 +38,7 @@ from graftlab.ranks.held_functions import FunctionInFile, arguments_of
 from graftlab.ranks.holding import OfCall, ScriptEnd, describe_call, repeat_call
 from graftlab.ranks.state_snapshot import StateSnapshot
 from graftlab.taps.outermost_calls import OutermostCalls
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 

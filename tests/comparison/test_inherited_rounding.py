@@ -11,8 +11,8 @@ import pytest
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.control.verdicts import Verdict
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins
-from graftlab.verdict.wording import Findings
 
 
 def rows(**parts: Any) -> dict[str, Any]:

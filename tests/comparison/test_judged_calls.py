@@ -30,7 +30,8 @@ from graftlab.ranks.held_call import CallDescription, HeldCall
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.ranks.holding import OfCall, repeat_call
 from graftlab.recordings.recorded_side import RecordedSide
-from graftlab.verdict.wording import Findings, RoundingGroups, ShownMap
+from graftlab.verdict.findings import Findings, ShownMap
+from graftlab.verdict.rounds_differently import RoundingGroups
 
 ONES, MANY = torch.ones(4, 3), torch.arange(12.0).reshape(4, 3)
 HALF = torch.ones(4, 3, dtype=torch.bfloat16)

@@ -20,7 +20,8 @@ from graftlab.errors import SessionError
 from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd
-from graftlab.verdict.wording import Findings, RoundingGroups
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.rounds_differently import RoundingGroups
 
 KEEP = OfUpdate(HeldUpdate.keep_inputs)
 

@@ -20,7 +20,8 @@ from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, repeat_call
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame, labelled
-from graftlab.verdict.wording import Findings, RoundingGroups
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.rounds_differently import RoundingGroups
 
 SHOW, TAKE = OfUpdate(HeldUpdate.show_inputs), OfUpdate(HeldUpdate.take_inputs)
 

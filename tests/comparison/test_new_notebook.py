@@ -14,7 +14,8 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.errors import ConfigError
-from graftlab.verdict.wording import NOT_CHECKED, Findings
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.wording import NOT_CHECKED
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 REFERENCE = """

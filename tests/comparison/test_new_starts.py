@@ -24,7 +24,7 @@ from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd, held_unit
 from graftlab.ranks.recorded_step import RecordSummary
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 
 class Noted:

@@ -22,7 +22,7 @@ from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import WEIGHT, CallDescription
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 PAIR = ("float32", "float32")

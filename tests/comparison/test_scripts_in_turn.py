@@ -27,7 +27,7 @@ from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 # Seconds between two calls of a script.
 BETWEEN = 20.0

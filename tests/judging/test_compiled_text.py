@@ -19,7 +19,7 @@ from graftlab.ranks.compiled_pieces import MiscompiledLine, PieceSearch
 from graftlab.ranks.compiled_runs import CallInMode, CompilerSearch
 from graftlab.taps.compiled_calls import CompiledCall
 from graftlab.verdict.added import added_frame, labelled
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 
 def verdict(*named: str) -> Verdict:

@@ -18,9 +18,9 @@ from graftlab.judging.judge import judge_rows, judge_runs, of_functions, runs_of
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled
+from graftlab.verdict.findings import Findings
 from graftlab.verdict.gradient_scaling import GradientScaling
 from graftlab.verdict.model_data import RunData
-from graftlab.verdict.wording import Findings
 
 # ---- what can be judged ----------------------------------------------------------------------------------------------
 

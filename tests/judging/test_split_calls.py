@@ -11,7 +11,8 @@ import pytest
 from graftlab.comparison.answers import answer_of
 from graftlab.judging.split_calls import not_paired, split_calls
 from graftlab.verdict.added import COLUMNS
-from graftlab.verdict.wording import Findings, text_of
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.wording import text_of
 
 UNFIT = (
     "TransformError: the default transform cannot make a tensor of shape [8] (rank 0 of 1) from [22] (senders [0] of 1)"

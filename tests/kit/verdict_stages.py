@@ -21,10 +21,10 @@ from graftlab.judging.naming import Naming
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame
 from graftlab.verdict.causes import Causes
+from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.optimizer_settings import NO_SETTINGS
 from graftlab.verdict.rounds_differently import RoundingGroups
 from graftlab.verdict.unexplained import AccumulatedFloors
-from graftlab.verdict.wording import JobRemarks
 from kit.rows import tap
 
 NAMES = ("a", "b", "c", "d")

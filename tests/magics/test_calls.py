@@ -20,7 +20,7 @@ from graftlab.errors import WaitInterrupted
 from graftlab.magics import magics
 from graftlab.magics.magics import GraftMagics, complete_graft, magics_of_completion
 from graftlab.remote.ray_cluster import Ray
-from graftlab.verdict.wording import Findings
+from graftlab.verdict.findings import Findings
 
 
 class Recorded:

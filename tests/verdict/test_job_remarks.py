@@ -10,6 +10,7 @@ import pytest
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.verdict.added import added_frame
+from graftlab.verdict.findings import Findings, JobRemarks
 from graftlab.verdict.job_remarks import (
     data_of_jobs,
     more_in_other_steps,
@@ -18,7 +19,7 @@ from graftlab.verdict.job_remarks import (
     remarks_on_rows,
 )
 from graftlab.verdict.model_data import RunData
-from graftlab.verdict.wording import Findings, JobRemarks, text_of
+from graftlab.verdict.wording import text_of
 
 
 def row(order: int, name: str, rel_l2: float = 0.0, dtype: str = "float32", **tags: Any) -> Row:

@@ -16,6 +16,7 @@ from graftlab.base.world import SIDES, Side
 from graftlab.comparison.answers import answer_of
 from graftlab.lines.frames import SourceFrame
 from graftlab.verdict.added import COLUMNS
+from graftlab.verdict.findings import Findings, JobRemarks
 from graftlab.verdict.lines import (
     DifferingLine,
     explained_by_code,
@@ -27,7 +28,7 @@ from graftlab.verdict.lines import (
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
-from graftlab.verdict.wording import ADD_TAPS, Findings, JobRemarks, _is_coarse, _ranks, _sentence_groups, text_of
+from graftlab.verdict.wording import ADD_TAPS, _is_coarse, _ranks, _sentence_groups, text_of
 
 
 def tap(
