@@ -182,7 +182,7 @@ MUTABLE = {
     "_OutgoingTensor",
     "_Side",
     "_Storage",
-    "_TracedCall",
+    "TracedCall",
 }
 
 

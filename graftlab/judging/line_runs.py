@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import pandas as pd
 
 from graftlab.base.tags import identity, own_tags
 from graftlab.base.world import Side
-from graftlab.diffs.rounding import roundoff
 from graftlab.errors import RunError
+from graftlab.judging.line_reports import lines_of, why_not_compared, why_not_confirmed
+from graftlab.judging.traced_call import LineGraft, TracedCall, fed_tap_of, joined, tap_of
 from graftlab.judging.verdict_runs import MOST_RUNS, RunFilters, TracedRun, VerdictRuns
-from graftlab.lines.first_lost import TOLERANCE, LostOnBothSides, first_lost
-from graftlab.lines.lost import LostOperation, StateRead
-from graftlab.lines.operations import MOST_OPERATIONS
+from graftlab.lines.first_lost import LostOnBothSides, first_lost
 from graftlab.lines.rank_at_fault import lost_where_ranks_differ, ranks_that_run
-from graftlab.lines.remedies import ChangeByOperation, Remedy, changes_of_grafts
-from graftlab.lines.traces import LINE_TAP, OperationChanges, SliceTrace, TracedOperation, WantedCall
+from graftlab.lines.remedies import ChangeByOperation, changes_of_grafts
+from graftlab.lines.traces import OperationChanges, SliceTrace, TracedOperation, WantedCall
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import ratio, records
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.lines import DifferingLine, most_telling
+from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.order import numbers
 
 MOST_GROUPS = 6
@@ -31,96 +28,6 @@ MOST_GROUPS = 6
 MOST_GRAFTS = 3
 """How many lines of one call have the baseline's values in one run."""
 MOST_CONFIRMING_RUNS = 6
-_SMALLEST_TOLERANCE = 3e-7
-
-
-LineGraft = dict[int, int]
-"""The baseline's operation for each of the target's that one line ran."""
-
-
-@dataclass(eq=False)
-class _TracedCall:
-    """One call of a named group: the measured row, and what was found about it."""
-
-    group: str
-    row: Mapping[str, Any]
-    wanted: WantedCall
-    is_worst: bool
-    rank: int = field(init=False)
-    """The target's rank whose operations are compared."""
-    lost: LostOnBothSides | None = None
-    grafts: list[LineGraft] = field(default_factory=list)
-    """The lines that have the baseline's values in the next confirming run."""
-    kept: list[LostOperation] = field(default_factory=list)
-    before: LostOnBothSides | None = None
-    """What was lost before any operation had the baseline's value."""
-    confirmed: set[int] = field(default_factory=set)
-    """Indices of the target's operations."""
-    appeared: set[int] = field(default_factory=set)
-    """Indices of operations that were lost first only once an earlier line had the baseline's value."""
-    is_to_leave_out: bool = False
-    """Whether the next run leaves out the first of two grafted lines, to see whether it is needed."""
-    left_out: LineGraft | None = None
-    is_settled: bool = False
-    untried: list[Remedy] = field(default_factory=list)
-    trying: Remedy | None = None
-    """The change that the next run makes instead of the grafts."""
-    cure: Remedy | None = None
-    """The change with which the tap agrees."""
-    prefers_graft: bool = False
-    """Whether the first operation has a counterpart that does the same with different arguments."""
-    raised: str = ""
-    """The error of the first run that failed with a change for this call."""
-    cut_short: tuple[Side, ...] = ()
-    """The sides that run more operations before the tap than a trace records."""
-
-    is_on_some_ranks: bool = False
-    """Whether other ranks of a side do not reach the call, as in another stage of a pipeline."""
-
-    def __post_init__(self) -> None:
-        self.rank = int(self.row["rank"])
-
-    @property
-    def grafted(self) -> LineGraft:
-        """All operations of the target that have the baseline's values, with the baseline's."""
-        if self.trying is not None:
-            return dict(self.trying.grafted)
-        return _joined(self.grafts)
-
-    @property
-    def changes(self) -> ChangeByOperation:
-        """The change of each of the target's operations that is changed."""
-        return changes_of_grafts(self.grafted) if self.trying is None else self.trying.changes
-
-    @property
-    def shown_on_baseline(self) -> frozenset[int]:
-        """The baseline's operations whose results the target reads."""
-        fed = () if self.trying is None or self.trying.partner is None else (self.trying.partner,)
-        return frozenset((*self.grafted.values(), *fed))
-
-    def give_up_change(self, error: RunError) -> None:
-        """Take back the change of the next run, with which the run failed."""
-        self.raised = self.raised or _reason_of(error)
-        self.is_settled = self.trying is None
-        self.trying, self.left_out = None, None
-        self.grafts.clear()
-
-    @property
-    def taps(self) -> set[str]:
-        """The names of the taps at operations that both sides show."""
-        names = {_tap_of(*each) for each in self.grafted.items()}
-        if self.trying is not None and self.trying.partner is not None:
-            names.add(_fed_tap_of(self.trying))
-        return names
-
-    @property
-    def tolerance(self) -> float:
-        """How far apart equal values may be: between the tap's rounding and the error measured there."""
-        added, floor = self.row["added"], self.row["floor"]
-        between = math.sqrt(added * floor) if math.isfinite(added) and added > 0 and floor > 0 else TOLERANCE
-        if self.row["cast"]:
-            return max(TOLERANCE, 4 * roundoff(self.row["dtype"]))
-        return min(TOLERANCE, max(_SMALLEST_TOLERANCE, between))
 
 
 class LineSearch:
@@ -131,7 +38,7 @@ class LineSearch:
         self._frame = frame
         self._threshold = threshold
         self._one_sided = one_sided
-        self._found_calls: list[_TracedCall] = []
+        self._found_calls: list[TracedCall] = []
         self._traced: TracedRun | None = None
         self._not_traced = ""
         self._not_confirmed = False
@@ -170,8 +77,8 @@ class LineSearch:
         remarks = []
         if self._not_confirmed and not any(call.cure is not None for call in self._found_calls):
             remarks.append("Lines could not be confirmed: from one run to the next, other operations lead to the tap.")
-        remarks += dict.fromkeys(filter(None, map(_why_not_confirmed, self._found_calls)))
-        remarks += dict.fromkeys(_why_not_compared(call) for call in self._found_calls if call.cut_short)
+        remarks += dict.fromkeys(filter(None, map(why_not_confirmed, self._found_calls)))
+        remarks += dict.fromkeys(why_not_compared(call) for call in self._found_calls if call.cut_short)
         remarks += dict.fromkeys(
             f"No line of source is named for {call.group}: not all ranks of a side reach it, and no line is confirmed."
             for call in self._found_calls
@@ -221,11 +128,12 @@ class LineSearch:
     def lines(self) -> list[DifferingLine]:
         """The lines that were found, in the groups' order; empty where the runs cannot be traced."""
         found: dict[tuple[str, Side, str, int], DifferingLine] = {}
-        for line in (line for each in self._found_calls for line in self._lines_of(each)):
-            found.setdefault((line.group, line.side, line.file, line.line), line)
+        for call in self._found_calls:
+            for line in lines_of(call, partial(self._ranks_that_run, call)):
+                found.setdefault((line.group, line.side, line.file, line.line), line)
         return list(found.values())
 
-    def _calls(self, group: str) -> list[_TracedCall]:
+    def _calls(self, group: str) -> list[TracedCall]:
         """The group's call that adds the most, and its first that adds more than rounding, if at another tap."""
         rows = self._frame[(self._frame["group"] == group) & (self._frame["ratio"] > self._threshold)]
         if not len(rows):
@@ -235,7 +143,7 @@ class LineSearch:
         first = rows.sort_values(["step", "order"], kind="stable").iloc[0]
         chosen = [worst] if first["name"] == worst["name"] else [worst, first]
         return [
-            _TracedCall(
+            TracedCall(
                 group,
                 {str(name): value for name, value in row.items()},
                 WantedCall(row["name"], row["tags"], int(row["step"]), int(row["occurrence"]), int(row["order"])),
@@ -245,7 +153,7 @@ class LineSearch:
         ]
 
     def _trace(
-        self, why: str, calls: Sequence[_TracedCall], changed: Sequence[_TracedCall] = (), keep: str | None = None
+        self, why: str, calls: Sequence[TracedCall], changed: Sequence[TracedCall] = (), keep: str | None = None
     ) -> TracedRun | str:
         """Trace all calls, with the changes of those in ``changed``."""
         changes = self._changes(changed)
@@ -261,7 +169,7 @@ class LineSearch:
             traced = self._runs.traced(f"{why}, again", filters, wanted, self._grafted, changes, traced.needed)
         return traced if first is None or isinstance(traced, str) else traced.beside(first)
 
-    def _changes(self, calls: Sequence[_TracedCall]) -> dict[Side, list[OperationChanges]]:
+    def _changes(self, calls: Sequence[TracedCall]) -> dict[Side, list[OperationChanges]]:
         """The changes of the next run, for each rank of both sides."""
         options = self._runs.session.options
         sizes: dict[Side, int] = {"baseline": options.baseline, "target": options.target}
@@ -272,22 +180,22 @@ class LineSearch:
             own = call.rank
             ranks: dict[Side, int] = {"target": own, "baseline": own if len({*sizes.values()}) == 1 else 0}
             for target, baseline in call.grafted.items():
-                self._show(changed, call, ranks, baseline, target, _tap_of(target, baseline))
+                self._show(changed, call, ranks, baseline, target, tap_of(target, baseline))
             if call.trying is None:
                 continue
             if call.trying.partner is not None:
-                self._show(changed, call, ranks, call.trying.partner, None, _fed_tap_of(call.trying))
+                self._show(changed, call, ranks, call.trying.partner, None, fed_tap_of(call.trying))
             for rank, each in enumerate(changed["target"]):
                 if all(self._index_on(call, "target", own, index, rank) == index for index in call.trying.changes):
                     each.passed.update(call.trying.passed)
-                    name = _fed_tap_of(call.trying) if call.trying.fed else ""
+                    name = fed_tap_of(call.trying) if call.trying.fed else ""
                     each.fed.update({index: (number, name) for index, number in call.trying.fed.items()})
         return changed
 
     def _show(
         self,
         changed: Mapping[Side, Sequence[OperationChanges]],
-        call: _TracedCall,
+        call: TracedCall,
         ranks: Mapping[Side, int],
         baseline: int,
         target: int | None,
@@ -301,7 +209,7 @@ class LineSearch:
                 if at is not None:
                     each.shown[at] = name
 
-    def _index_on(self, call: _TracedCall, side: Side, own: int, index: int, rank: int) -> int | None:
+    def _index_on(self, call: TracedCall, side: Side, own: int, index: int, rank: int) -> int | None:
         """The index on ``rank`` of the operation with ``index`` on the call's rank ``own``; None if it did not run."""
         if rank == own or self._traced is None:
             return index
@@ -313,7 +221,7 @@ class LineSearch:
         found = None if wanted is None else theirs.places.get(wanted)
         return None if found is None else found.index
 
-    def _compare(self, calls: Sequence[_TracedCall], traced: TracedRun) -> None:
+    def _compare(self, calls: Sequence[TracedCall], traced: TracedRun) -> None:
         for call in calls:
             place = self._found_calls.index(call)
             ranks, found = _reaching([each[place] for each in traced.baseline])
@@ -342,13 +250,13 @@ class LineSearch:
 
     # ---- confirming -------------------------------------------------------------------------------------------------
 
-    def _choose(self, calls: Sequence[_TracedCall], traced: TracedRun) -> list[_TracedCall]:
+    def _choose(self, calls: Sequence[TracedCall], traced: TracedRun) -> list[TracedCall]:
         """Give each unsettled call its next operation to graft; returns the calls that have one.
 
         Among the operations that lead to a call only its own changes are made, or those for another call would seem to
         confirm it.
         """
-        chosen: list[_TracedCall] = []
+        chosen: list[TracedCall] = []
         slices = [
             {each.index for trace in traced.target if (own := trace[place]) for each in own.operations}
             for place in range(len(calls))
@@ -357,12 +265,12 @@ class LineSearch:
             if call.is_settled or not call.is_worst or call.lost is None:
                 continue
             # The most telling line, or none: lines after one that cannot be confirmed may be its consequence.
-            graft = _next_graft(call) if len(call.grafts) < MOST_GRAFTS and not call.is_to_leave_out else {}
+            graft = call.next_graft() if len(call.grafts) < MOST_GRAFTS and not call.is_to_leave_out else {}
             tries_remedy = bool(call.untried) and not (graft and call.prefers_graft) and not call.is_to_leave_out
             if not (call.is_to_leave_out or graft or tries_remedy):
                 continue
             grafts = [*call.grafts[call.is_to_leave_out :], graft]
-            changes = call.untried[0].changes if tries_remedy else changes_of_grafts(_joined(grafts))
+            changes = call.untried[0].changes if tries_remedy else changes_of_grafts(joined(grafts))
             if any(
                 _differ_within(slices[place], each.changes, changes)
                 or _differ_within(slices[calls.index(each)], changes, each.changes)
@@ -378,7 +286,7 @@ class LineSearch:
             chosen.append(call)
         return chosen
 
-    def _judge(self, chosen: Sequence[_TracedCall], traced: TracedRun) -> None:
+    def _judge(self, chosen: Sequence[TracedCall], traced: TracedRun) -> None:
         for call in chosen:
             agrees = self._agrees(call, traced.rows)
             if not self._is_as_before(call, traced):
@@ -410,13 +318,13 @@ class LineSearch:
                 # What is lost now is lost for another reason.
                 self._compare([call], traced)
 
-    def _makes_tap(self, call: _TracedCall, graft: LineGraft) -> bool:
+    def _makes_tap(self, call: TracedCall, graft: LineGraft) -> bool:
         """Whether one of these operations of the target is the last to write the tap's value."""
         assert self._traced is not None
         own = self._traced.target[call.rank][self._found_calls.index(call)]
         return own is not None and max(own.values[own.result].sources, default=-1) in graft
 
-    def _is_as_before(self, call: _TracedCall, traced: TracedRun) -> bool:
+    def _is_as_before(self, call: TracedCall, traced: TracedRun) -> bool:
         """Whether the operations that were changed are those of the first traced run."""
         assert self._traced is not None
         place = self._found_calls.index(call)
@@ -431,7 +339,7 @@ class LineSearch:
                 return False
         return True
 
-    def _agrees(self, call: _TracedCall, rows: pd.DataFrame) -> bool | None:
+    def _agrees(self, call: TracedCall, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""
         measured = rows[rows["status"].isin(MEASURED)]
         if not call.taps <= set(measured["name"]):
@@ -445,72 +353,7 @@ class LineSearch:
                 return ratio(row, Floor(call.row["floor"], call.row["floor_max"])) <= self._threshold
         return None
 
-    # ---- the report -------------------------------------------------------------------------------------------------
-
-    def _lines_of(self, call: _TracedCall) -> list[DifferingLine]:
-        if call.before is None:
-            return []
-        cure = call.cure
-        if call.is_on_some_ranks and cure is None and not call.confirmed:
-            # Without the parts of the other ranks, values that are right seem to be lost.
-            return []
-        confirmed = [each for each in call.kept if each.operation.index in call.confirmed]
-        first = [each for each in call.before.target if not each.is_later and each not in confirmed]
-        # The fault may be in any of them where none could be confirmed.
-        later = [] if confirmed or cure is not None else [each for each in call.before.target if each.is_later]
-        on_target = [*confirmed, *first, *later]
-        on_baseline = [each for each in call.before.baseline if not each.is_later]
-        sides: list[tuple[Side, list[LostOperation]]] = [
-            ("target", on_target),
-            ("baseline", _with_counterpart(on_baseline, on_target if cure is None else [])),
-        ]
-        if cure is not None:
-            for side, lost in sides:
-                if side == cure.side:
-                    lost.insert(0, LostOperation(cure.operation, has_equal_inputs=True, follows_inputs=True))
-        lines = []
-        for side, lost in sides:
-            seen: dict[tuple[str, int], DifferingLine] = {}
-            for each in lost:
-                if not each.operation.frames:
-                    continue
-                frame = each.operation.frames[0]
-                is_cure = cure is not None and each.operation is cure.operation
-                is_confirmed = is_cure or (side == "target" and each.operation.index in call.confirmed)
-                # Different random draws have different values: the fault may be in the code that uses them, such as a
-                # swapped weight.
-                is_confirmed = is_confirmed and (not each.operation.is_random or bool(each.operation.inputs))
-                line = DifferingLine(
-                    call.group,
-                    side,
-                    frame.file,
-                    frame.line,
-                    frame.source,
-                    each.operation.call,
-                    each.operation.arguments,
-                    each.operation.shapes,
-                    is_confirmed,
-                    each.is_suspect or (each.operation.only_arranges and not (confirmed or cure)),
-                    each.lacks_sum,
-                    cure is not None and is_cure and cure.is_one_sided,
-                    tuple(read.name for read in each.state),
-                    tuple(_written(read) for read in each.state),
-                    call.wanted.name,
-                    call.wanted.step,
-                    call.wanted.occurrence,
-                    call.rank,
-                    each.operation.frames,
-                    self._ranks_that_run(call, side, each.operation),
-                    each.operation.is_random,
-                )
-                key = (frame.file, frame.line)
-                if key in seen:
-                    line = replace(seen[key], confirmed=seen[key].confirmed or is_confirmed)
-                seen[key] = line
-            lines += most_telling(list(seen.values()))
-        return lines
-
-    def _ranks_that_run(self, call: _TracedCall, side: Side, operation: TracedOperation) -> tuple[int, ...]:
+    def _ranks_that_run(self, call: TracedCall, side: Side, operation: TracedOperation) -> tuple[int, ...]:
         """The ranks of a side that run the line of an operation for this call; empty if all do."""
         if self._traced is None:
             return ()
@@ -520,52 +363,10 @@ class LineSearch:
         return () if len(found) == len(traces) else tuple(ranks[each] for each in found)
 
 
-def _with_counterpart(baseline: Sequence[LostOperation], target: Sequence[LostOperation]) -> list[LostOperation]:
-    """The baseline's lost operations, with the counterpart of the target's first one before them."""
-    counterpart = target[0].counterpart if target else None
-    if counterpart is None:
-        return list(baseline)
-    same = [each for each in baseline if each.operation.index == counterpart.index]
-    # A counterpart that changes nothing was not lost.
-    first = same or [LostOperation(counterpart, has_equal_inputs=True, follows_inputs=True)]
-    return [*first, *(each for each in baseline if each.operation.index != counterpart.index)]
-
-
 def _reaching(traces: Sequence[SliceTrace | None]) -> tuple[list[int], list[SliceTrace]]:
     """The ranks that reach a call, and their traces of it."""
     found = {rank: each for rank, each in enumerate(traces) if each is not None}
     return [*found], [*found.values()]
-
-
-def _reason_of(error: RunError) -> str:
-    """The first line of each rank's failure."""
-    return "; ".join(f"{rank}: {text.partition(chr(10))[0]}" for rank, text in error.failures.items()) or str(error)
-
-
-def _why_not_compared(call: _TracedCall) -> str:
-    """Why the operations of a call that were traced in part have no line."""
-    run = "both sides run" if len(call.cut_short) > 1 else f"the {call.cut_short[0]} runs"
-    return (
-        f"No line of source is named for {call.group}: {run} more operations before it than a trace records "
-        f"({MOST_OPERATIONS:,})."
-    )
-
-
-def _why_not_confirmed(call: _TracedCall) -> str:
-    """Why a line is not confirmed, if its change could not be tried; blank for other lines."""
-    first = [each for each in call.kept if not each.is_suspect][:1]
-    if call.confirmed or call.cure is not None or not first or not first[0].operation.frames:
-        return ""
-    place = first[0].operation.frames[0]
-    if call.raised:
-        return f"{place} is not confirmed: the run with the baseline's value there failed ({call.raised})."
-    if first[0].operation.is_collective:
-        return f"{place} is not confirmed: a collective's result cannot be replaced while it may be under way."
-    if first[0].is_summand and first[0].partner is None:
-        return (
-            f"{place} is not confirmed: its results are summed over the ranks, and the baseline has no such summands."
-        )
-    return ""
 
 
 def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[int, str, object]] | None:
@@ -573,23 +374,6 @@ def _what_ran(trace: SliceTrace | None, indices: frozenset[int]) -> list[tuple[i
     if trace is None:
         return None
     return [(each.index, each.name, each.frames[:1]) for each in trace.operations if each.index in indices]
-
-
-def _written(read: StateRead) -> str:
-    """When and where a tensor was last written, in words; blank if unknown."""
-    if read.writer is None or not read.writer.frames:
-        return ""
-    frame = read.writer.frames[0]
-    return f"in step {read.writer.step} by {frame}  {frame.source}".rstrip()
-
-
-def _fed_tap_of(remedy: Remedy) -> str:
-    """The name of the tap that shows the value that operations read instead of their own."""
-    return f"{LINE_TAP}.{remedy.partner}.before.{min(remedy.fed)}"
-
-
-def _joined(grafts: Sequence[LineGraft]) -> LineGraft:
-    return {target: baseline for line in grafts for target, baseline in line.items()}
 
 
 def _differ_within(indices: Collection[int], others: ChangeByOperation, own: ChangeByOperation) -> bool:
@@ -605,21 +389,3 @@ def _has_counterpart(lost: LostOnBothSides) -> bool:
     alone = all(len([each for each in side if not each.is_later]) == 1 for side in (lost.target, lost.baseline))
     named = {each.operation.index: each.operation.name for each in lost.baseline}
     return alone or named.get(first.partner, first.operation.name) == first.operation.name
-
-
-def _tap_of(target: int, baseline: int) -> str:
-    """The name of the tap at an operation that both sides show."""
-    return f"{LINE_TAP}.{baseline}.{target}"
-
-
-def _next_graft(call: _TracedCall) -> LineGraft:
-    """The operations of the most telling line that has not been grafted; empty if one of them cannot be."""
-    assert call.lost is not None
-    left = [each for each in call.lost.target if each.operation.index not in call.grafted and not each.is_later]
-    if not left or not left[0].operation.frames:
-        return {}
-    line = left[0].operation.frames[0]
-    of_line = [each for each in left if each.operation.frames[:1] == (line,)]
-    graft = {each.operation.index: each.partner for each in of_line if each.partner is not None}
-    is_whole = len(graft) == len(of_line) and all(each.has_equal_inputs for each in of_line)
-    return graft if is_whole else {}

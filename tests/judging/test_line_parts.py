@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 
 from graftlab.errors import RunError
 from graftlab.judging import line_runs
-from graftlab.judging.line_runs import LineSearch, _TracedCall, _with_counterpart, _written
+from graftlab.judging.line_reports import _with_counterpart, _written, lines_of
+from graftlab.judging.line_runs import LineSearch
+from graftlab.judging.traced_call import _SMALLEST_TOLERANCE, TracedCall
+from graftlab.lines.first_lost import TOLERANCE
 from graftlab.lines.lost import LostOperation
+from graftlab.lines.traces import LINE_TAP
 
 
 def operation(index: int, name: str = "add") -> Any:
@@ -39,10 +44,10 @@ def remedy(**given: Any) -> Any:
     return SimpleNamespace(**{**usual, "is_certain": False, **given})
 
 
-def call(group: str = "g", **given: Any) -> _TracedCall:
+def call(group: str = "g", **given: Any) -> TracedCall:
     row = {"added": 1e-2, "floor": 1e-6, "floor_max": 1e-6, "cast": None, "dtype": "float32", "rank": 0}
     wanted: Any = SimpleNamespace(name=group)
-    return _TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
+    return TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
 
 
 class Traced:
@@ -119,11 +124,11 @@ def test_a_call_that_a_trace_does_not_reach_is_not_compared(
     ("row", "tolerance"),
     [
         ({"added": 1e-4, "floor": 1e-8}, 1e-6),
-        ({"added": math.inf, "floor": 1e-8}, line_runs.TOLERANCE),
-        ({"added": 0.0, "floor": 1e-8}, line_runs.TOLERANCE),
-        ({"added": 1e-2, "floor": 0.0}, line_runs.TOLERANCE),
-        ({"added": 1.0, "floor": 1.0}, line_runs.TOLERANCE),
-        ({"added": 1e-30, "floor": 1e-30}, line_runs._SMALLEST_TOLERANCE),
+        ({"added": math.inf, "floor": 1e-8}, TOLERANCE),
+        ({"added": 0.0, "floor": 1e-8}, TOLERANCE),
+        ({"added": 1e-2, "floor": 0.0}, TOLERANCE),
+        ({"added": 1.0, "floor": 1.0}, TOLERANCE),
+        ({"added": 1e-30, "floor": 1e-30}, _SMALLEST_TOLERANCE),
     ],
 )
 def test_equal_values_are_as_near_as_the_floor_and_the_difference_allow(row: dict[str, Any], tolerance: float) -> None:
@@ -141,7 +146,7 @@ def test_equal_values_are_as_near_as_the_floor_and_the_difference_allow(row: dic
 def grafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The next graft of each group."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(line_runs, "_next_graft", lambda each: found.get(each.group, {}))
+    monkeypatch.setattr(TracedCall, "next_graft", lambda each: found.get(each.group, {}))
     return found
 
 
@@ -312,7 +317,7 @@ def test_what_is_changed_for_a_call_is_its_remedy_or_all_of_its_grafts() -> None
     assert len(mine.taps) == 3
     mine.trying = remedy(grafted={5: 50}, partner=60, fed=(9, 8))
     assert (mine.grafted, set(mine.changes), mine.shown_on_baseline) == ({5: 50}, {7}, {50, 60})
-    assert f"{line_runs.LINE_TAP}.60.before.8" in mine.taps
+    assert f"{LINE_TAP}.60.before.8" in mine.taps
     assert len(mine.taps) == 2
     mine.trying = remedy(grafted={5: 50})
     assert (len(mine.taps), mine.shown_on_baseline) == (1, {50})
@@ -337,7 +342,7 @@ def test_lines_that_appeared_later_are_shown_only_where_none_is_confirmed(search
         mine = call("a", before=on_both(first, later), kept=[first], **given)
         mine.wanted = SimpleNamespace(name="a", step=0, occurrence=0)
         mine.is_on_some_ranks = True
-        return [(each.line, each.confirmed) for each in search._lines_of(mine)]
+        return [(each.line, each.confirmed) for each in lines_of(mine, partial(search._ranks_that_run, mine))]
 
     # Without the parts of other ranks, right values seem to be lost.
     assert shown() == []

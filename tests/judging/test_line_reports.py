@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +10,10 @@ import pandas as pd
 import pytest
 
 from graftlab.errors import RunError
-from graftlab.judging import line_runs
-from graftlab.judging.line_runs import (
-    LineSearch,
-    _has_counterpart,
-    _next_graft,
-    _TracedCall,
-    _what_ran,
-    _why_not_confirmed,
-)
+from graftlab.judging import line_reports, line_runs
+from graftlab.judging.line_reports import why_not_confirmed
+from graftlab.judging.line_runs import LineSearch, _has_counterpart, _what_ran
+from graftlab.judging.traced_call import TracedCall, fed_tap_of, tap_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.verdict.lines import MOST_LINES
 
@@ -40,10 +36,10 @@ def on_both(target: Any = (), baseline: Any = (), remedies: Any = ()) -> Any:
     return SimpleNamespace(target=list(target), baseline=list(baseline), remedies=remedies)
 
 
-def call(group: str = "g", **given: Any) -> _TracedCall:
+def call(group: str = "g", **given: Any) -> TracedCall:
     row = {"added": 1e-2, "floor": 1e-6, "floor_max": 1e-6, "cast": None, "dtype": "float32", "rank": 1}
     wanted: Any = SimpleNamespace(name=group, step=2, occurrence=3)
-    return _TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
+    return TracedCall(group, row, wanted, given.pop("is_worst", True), **given)
 
 
 FRAME = pd.DataFrame(
@@ -164,7 +160,7 @@ def test_the_changes_of_a_call_are_made_on_each_rank_that_runs_its_operations(mo
     monkeypatch.setattr(made, "_index_on", index_on)
     mine = call(grafts=[{4: 40}])
     changes = made._changes([mine])
-    tap = line_runs._tap_of(4, 40)
+    tap = tap_of(4, 40)
     assert [each.shown for each in changes["target"]] == [{5: tap}, {4: tap}]
     assert [each.shown for each in changes["baseline"]] == [{}, {40: tap}]
     remedy = SimpleNamespace(
@@ -172,7 +168,7 @@ def test_the_changes_of_a_call_are_made_on_each_rank_that_runs_its_operations(mo
     )
     mine.trying = remedy  # type: ignore[assignment]
     changes = made._changes([mine])
-    name = line_runs._fed_tap_of(mine.trying)  # type: ignore[arg-type]
+    name = fed_tap_of(mine.trying)  # type: ignore[arg-type]
     # The other rank runs the operation at another place: its change would reach something else.
     assert [(each.passed, each.fed) for each in changes["target"]] == [({}, {}), ({6: 0}, {4: (1, name)})]
     assert [each.shown for each in changes["baseline"]] == [{60: name} if r else {7: name} for r in (0, 1)]
@@ -247,7 +243,7 @@ def test_a_run_that_fails_gives_up_its_change_and_the_others_are_tried() -> None
 
 def test_a_line_is_grafted_only_whole_and_from_equal_inputs() -> None:
     def following(*target: Any, grafts: Any = ()) -> Any:
-        return _next_graft(call(lost=on_both(target), grafts=list(grafts)))
+        return call(lost=on_both(target), grafts=list(grafts)).next_graft()
 
     one, same_line, other = lost(1, 1, partner=10), lost(2, 1, partner=20), lost(3, 3, partner=30)
     assert following(one, same_line, other) == {1: 10, 2: 20}
@@ -295,10 +291,7 @@ def test_a_tap_agrees_by_the_row_of_its_call_and_rank(monkeypatch: pytest.Monkey
         assert agrees(**other) is None
     mine.grafts = [{4: 40}]
     assert agrees() is None
-    assert (
-        made._agrees(mine, pd.DataFrame([{**usual, "step": 5}, usual, {**usual, "name": line_runs._tap_of(4, 40)}]))
-        is True
-    )
+    assert made._agrees(mine, pd.DataFrame([{**usual, "step": 5}, usual, {**usual, "name": tap_of(4, 40)}])) is True
 
 
 def test_changes_count_only_if_the_same_operations_ran_again() -> None:
@@ -324,8 +317,8 @@ def test_changes_count_only_if_the_same_operations_ran_again() -> None:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
-def lines_of(mine: _TracedCall) -> Any:
-    return search()._lines_of(mine)
+def lines_of(mine: TracedCall) -> Any:
+    return line_reports.lines_of(mine, partial(search()._ranks_that_run, mine))
 
 
 def places(lines: Any) -> list[tuple[str, int]]:
@@ -417,7 +410,7 @@ def test_a_line_of_two_calls_of_a_group_is_reported_once_where_the_first_has_it(
 
 def test_it_is_said_why_a_line_is_not_confirmed() -> None:
     def why(*kept: Any, **more: Any) -> str:
-        return _why_not_confirmed(call(kept=list(kept), **more))
+        return why_not_confirmed(call(kept=list(kept), **more))
 
     collective = lost(1, of={"is_collective": True})
     assert "a collective's result cannot be replaced" in why(collective)
