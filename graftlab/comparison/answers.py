@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from graftlab.base.tap_groups import is_output
 from graftlab.control.report import write_report
 from graftlab.control.verdicts import Verdict
+from graftlab.diffs.results import ResultDifference
+from graftlab.diffs.rounding import assumed_floor
 from graftlab.errors import WaitInterrupted
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.wording import NOT_CHECKED
@@ -142,3 +144,8 @@ def moves(findings: Findings) -> bool:
 def _shows_output(findings: Findings) -> bool:
     """Whether numbers of a model's output, the tap of this name, were compared."""
     return any(map(is_output, findings.frame.loc[findings.frame["ratio"].notna(), "name"]))
+
+
+def is_beyond_rounding(difference: ResultDifference, threshold: float) -> bool:
+    """Whether results differ by more than ``threshold`` times the rounding assumed for their dtypes."""
+    return difference.rel_l2 > threshold * assumed_floor(difference.dtypes)[0]

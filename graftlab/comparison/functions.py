@@ -16,7 +16,8 @@ import torch
 from graftlab.base import limits
 from graftlab.base.uninterrupted import uninterrupted
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, answer_of, known_at
-from graftlab.comparison.held_calls import judge_against_recording, judge_held_calls
+from graftlab.comparison.held_calls import judge_held_calls
+from graftlab.comparison.recorded_calls import judge_against_recording
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.scripts import ScriptChoice, compare_scripts
 from graftlab.comparison.sides import command_of, function_in_file, kind_of_sides, names_function

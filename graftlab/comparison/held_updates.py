@@ -19,7 +19,7 @@ from graftlab.comparison.gradients import GradientFindings, judge_gradients
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.control.core import lend_plan, restore_plan
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.rounding import assumed_floor, roundoff
+from graftlab.diffs.rounding import DTYPES_OF_16_BITS, assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, repeat_call
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # Rounding in earlier updates may have moved weights and states apart.
 _DRIFT = 100.0
 _ONCE = 8.0
-_NARROW = ("bfloat16", "float16")
 # The same update, from gradients that are summed in another order, differs by less than this part of it.
 _OF_UPDATE = 0.01
 _FROM_PARTS = "Each of the target's ranks has its part of the gradients when the step begins; the step"
@@ -253,7 +252,7 @@ def _update_from_parts(
     rounded = [
         row
         for row in beyond
-        if row["name"] in gradients.small or (coarser_dtype(row) in _NARROW and _is_rounding(row, 1))
+        if row["name"] in gradients.small or (coarser_dtype(row) in DTYPES_OF_16_BITS and _is_rounding(row, 1))
     ]
     differing = {row["name"] for row in beyond} - {row["name"] for row in rounded}
     if not {*gradients.named} <= compared or (2 * len(differing) >= len(compared) and not _are_equal_on_ranks(rows)):
@@ -471,7 +470,7 @@ def _is_rounding(row: Mapping[str, Any], times: float = _DRIFT) -> bool:
     """Whether two tensors differ by no more than earlier updates' rounding, or this many roundings."""
     dtype = coarser_dtype(row)
     # A weight of 16 bits is rounded once an update, and the target begins each with the baseline's.
-    if kind_of(row["tags"]) == "param" and dtype in _NARROW:
+    if kind_of(row["tags"]) == "param" and dtype in DTYPES_OF_16_BITS:
         times = min(times, _ONCE)
     return not row["nonfinite_differ"] and (row["rel_l2"] or 0.0) <= times * roundoff(dtype)
 

@@ -10,14 +10,13 @@ from typing import Any
 from graftlab.base.tap_groups import is_output, kind_of
 from graftlab.base.text import first_of
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import DTYPES_OF_16_BITS, roundoff
 from graftlab.verdict.added import NOT_NAMED, records
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
 from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
 from graftlab.verdict.wording import NOT_CHECKED
 
-_NARROW = ("bfloat16", "float16")
 # A query may read mainly the few tokens that were moved, so it differs by more than their whole sequence. A state sums
 # what rounding moves in each token.
 _MOST = 10.0
@@ -169,7 +168,7 @@ def _is_one_sided(row: dict[str, Any]) -> bool:
 
 
 def _is_narrow(row: dict[str, Any]) -> bool:
-    return row["dtype"] in _NARROW
+    return row["dtype"] in DTYPES_OF_16_BITS
 
 
 def _part(row: dict[str, Any]) -> tuple[str, bool]:

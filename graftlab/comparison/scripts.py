@@ -15,14 +15,10 @@ from graftlab.base.progress import LongWait
 from graftlab.base.tap_groups import group_of, kind_of, kind_of_group
 from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
-from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, known_at
+from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, is_beyond_rounding, known_at
+from graftlab.comparison.call_remarks import other_batch
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
-from graftlab.comparison.held_calls import (
-    is_beyond_rounding,
-    judge_held_calls,
-    judge_until_exception,
-    other_batch,
-)
+from graftlab.comparison.held_calls import judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
     HeldUnits,
     PartOfModel,

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+DTYPES_OF_16_BITS = ("bfloat16", "float16")
 DEFAULT_NOISE_FLOOR = 1e-5
 """The default ``rel_l2`` up to which float32 agrees with float32.
 

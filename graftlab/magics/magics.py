@@ -16,8 +16,8 @@ from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
 from graftlab.base.world import SIDES, Side
+from graftlab.comparison.closer_look import rounding_may_hide_mistakes
 from graftlab.comparison.functions import compare_expression
-from graftlab.comparison.held_calls import rounding_may_hide_mistakes
 from graftlab.control.core import callees_of, internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt

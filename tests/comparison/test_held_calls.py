@@ -18,9 +18,11 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison import held_calls
+from graftlab.comparison import equal_rows
 from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
-from graftlab.comparison.held_calls import _have_equal_rows, judge_held_calls, names_pair, other_batch
+from graftlab.comparison.call_remarks import other_batch
+from graftlab.comparison.equal_rows import have_equal_rows
+from graftlab.comparison.held_calls import judge_held_calls, names_pair
 from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
@@ -367,7 +369,7 @@ def test_batches_of_other_sizes_are_named(ours: tuple[int, ...], theirs: tuple[i
 
 def rows_in_calls(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     one, other = ([CallDescription("Net", 1, False, (), {"": each}, {})] for each in (ours, theirs))
-    return _have_equal_rows(one, other, 5.0)
+    return have_equal_rows(one, other, 5.0)
 
 
 def test_results_with_fewer_rows_agree_if_the_other_side_has_all_of_them() -> None:
@@ -396,7 +398,7 @@ def test_the_rows_of_a_bare_result_are_compared_with_those_of_the_one_value_as_w
     def agree(found: dict[str, torch.Tensor], **also: torch.Tensor) -> bool:
         output = {"['logits']": padded, **also}
         one, other = ([CallDescription("Net", 1, False, (), each, {})] for each in (output, found))
-        return _have_equal_rows(one, other, 5.0)
+        return have_equal_rows(one, other, 5.0)
 
     cache = torch.ones(3, 2, 5, 4)
     assert agree({"": packed}, cache=cache)
@@ -416,7 +418,7 @@ def test_what_one_side_alone_writes_does_not_hide_that_the_rows_are_equal() -> N
             [CallDescription("Net", 1, False, (), {"": result, **written}, {})]
             for result, written in ((padded, ours), (packed, theirs))
         )
-        return _have_equal_rows(one, other, 5.0)
+        return have_equal_rows(one, other, 5.0)
 
     paged, cached = written_path("pages"), written_path("cache[0]")
     assert agree({cached: state}, {paged: torch.ones(2, 8, 4)})
@@ -428,7 +430,7 @@ def test_what_one_side_alone_writes_does_not_hide_that_the_rows_are_equal() -> N
 def test_results_with_too_many_rows_to_compare_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.eye(4)
     assert rows_in_calls(rows, rows)
-    monkeypatch.setattr(held_calls, "_MOST_ROW_PAIRS", 15)
+    monkeypatch.setattr(equal_rows, "_MOST_ROW_PAIRS", 15)
     assert not rows_in_calls(rows, rows)
 
 

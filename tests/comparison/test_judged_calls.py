@@ -15,8 +15,10 @@ import torch
 
 from graftlab.comparison import functions, repeats
 from graftlab.comparison.answers import Comparison
+from graftlab.comparison.call_remarks import rounds_earlier
 from graftlab.comparison.functions import compare_with_compiled
-from graftlab.comparison.held_calls import _rounds_earlier, judge_against_recording, judge_held_calls
+from graftlab.comparison.held_calls import judge_held_calls
+from graftlab.comparison.recorded_calls import judge_against_recording
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.maps import difference_map
@@ -317,7 +319,7 @@ def test_taps_before_an_exception_are_matched_where_names_do_not_pair_or_if_aske
 def test_a_result_of_16_bits_that_is_not_the_wide_one_rounded_may_round_earlier(
     ours: torch.Tensor, theirs: torch.Tensor, is_earlier: bool
 ) -> None:
-    said = _rounds_earlier([held(ours)], [held(theirs)], found(dtype="bfloat16"))
+    said = rounds_earlier([held(ours)], [held(theirs)], found(dtype="bfloat16"))
     assert (said is not None) is is_earlier
     if said is not None:
         assert said.startswith(

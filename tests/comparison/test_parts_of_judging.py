@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graftlab.comparison import functions, held_calls
+from graftlab.comparison import call_remarks, closer_look, functions, held_calls
 from graftlab.comparison.answers import ComparisonStopped, known_at
-from graftlab.comparison.held_calls import _not_checked, _without_taps, other_batch, why_no_backward
+from graftlab.comparison.call_remarks import difference_without_taps, not_checked, other_batch
+from graftlab.comparison.held_calls import why_no_backward
 from graftlab.comparison.held_units import why_not_held
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
@@ -110,22 +111,22 @@ def test_what_taps_switch_off_is_named_with_the_farthest_result() -> None:
     plain, tapped = X * 1.5, X
     differences = [ResultDifference("['a']", 0.2, PAIR), ResultDifference("", 0.5, PAIR)]
     ours = call(X)
-    said = _without_taps([ours], [call(plain, tapped)], differences, 5.0)
+    said = difference_without_taps([ours], [call(plain, tapped)], differences, 5.0)
     assert said is not None
     assert said.startswith("Without taps the results differ by 0.5, and with taps by 0: the difference arises in code")
     # With taps they differ as much; a side that taps move as far explains it; rounding does.
-    assert _without_taps([ours], [call(plain)], differences, 5.0) is None
-    assert _without_taps([call(X * 2, X)], [call(X * 3, X)], differences[:1], 5.0) is None
-    assert _without_taps([ours], [call(plain, tapped)], [ResultDifference("", 1e-6, PAIR)], 5.0) is None
+    assert difference_without_taps([ours], [call(plain)], differences, 5.0) is None
+    assert difference_without_taps([call(X * 2, X)], [call(X * 3, X)], differences[:1], 5.0) is None
+    assert difference_without_taps([ours], [call(plain, tapped)], [ResultDifference("", 1e-6, PAIR)], 5.0) is None
     # Where taps are matched by value, a result without a batch of one is compared with taps as it is without them.
     bare = call(plain[0], plain[0])
-    assert _without_taps([call(X[:1])], [bare], differences, 5.0, [PairRule("a", "b")]) is None
+    assert difference_without_taps([call(X[:1])], [bare], differences, 5.0, [PairRule("a", "b")]) is None
 
 
 def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:
     ours = call({"": X, written_path("cache"): X}, not_compared=("a cache",), others={"Draft": 2, "Head": 1})
     theirs = call(X * 1.5, X, not_compared=("a cache",))
-    found = _not_checked([ours, ours], [theirs])
+    found = not_checked([ours, ours], [theirs])
     assert found[0] == "a cache: it is large, or not the same when the call is repeated."
     assert any("cache" in each for each in found[1:2])
     assert "what the target computes without taps: with them its result changes by 0.33, as where hooks" in found[-1]
@@ -134,8 +135,8 @@ def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:
         "other models that the baseline has called: Draft (2 calls), Head (1 call); --model NAME chooses one." in found
     )
     # Whole numbers do not round.
-    assert len(_not_checked([call(X.long())], [call(X.long(), X.long() + 1)])) == 1
-    assert _not_checked([call(X)], [call(X, X * (1 + 1e-7))]) == []
+    assert len(not_checked([call(X.long())], [call(X.long(), X.long() + 1)])) == 1
+    assert not_checked([call(X)], [call(X, X * (1 + 1e-7))]) == []
 
 
 def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> None:
@@ -148,15 +149,15 @@ def test_backward_passes_are_compared_of_results_that_all_need_gradients() -> No
 def test_values_without_a_distance_do_not_hide_how_far_taps_move_others() -> None:
     lost, ones = torch.tensor([torch.nan]), torch.ones(2)
     moved = replace(call({"a": lost, "b": ones}), tapped={"a": lost, "b": 2 * ones})
-    assert held_calls._moved_by_taps([call(X), moved], [moved]) == 1.0
-    assert held_calls._moved_by_taps([call(X)], [moved]) == held_calls._moved_by_taps([moved], []) == 0.0
+    assert call_remarks._moved_by_taps([call(X), moved], [moved]) == 1.0
+    assert call_remarks._moved_by_taps([call(X)], [moved]) == call_remarks._moved_by_taps([moved], []) == 0.0
 
 
 def test_weights_that_are_merged_explain_only_what_is_named() -> None:
     def merged(label: str, added: float, *unmatched: str) -> str | None:
         frame = pd.DataFrame({"name": ["up"], "group": ["up"], "label": [label], "added": [added]})
         proposal: Any = SimpleNamespace(unmatched_baseline=unmatched, pairs=[])
-        return held_calls._merged_weights(Findings(frame, 5.0, 1), ["bfloat16"], proposal)
+        return closer_look._merged_weights(Findings(frame, 5.0, 1), ["bfloat16"], proposal)
 
     weight = "up.weight[kind=param]"
     assert str(merged("culprit", 1e-3, weight)).startswith("Weights of up have no partner")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import graftlab as gl
 from graftlab.comparison import functions
 from graftlab.comparison.functions import record_reference
-from graftlab.comparison.held_calls import judge_against_recording
+from graftlab.comparison.recorded_calls import judge_against_recording
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.ranks.held_call import WatchChoice
 from graftlab.ranks.held_functions import load_and_hold

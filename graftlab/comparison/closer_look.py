@@ -1,0 +1,187 @@
+"""A look at held calls in more bits, where rounding to 16 bits may hide a mistake."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from graftlab.base.tap_groups import group_of, kind_of_group
+from graftlab.base.text import first_of
+from graftlab.comparison.answers import answer_of, moves
+from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
+from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import DTYPES_OF_16_BITS, roundoff
+from graftlab.errors import GraftError
+from graftlab.plan.pairs import TapCallName
+from graftlab.verdict.added import NOT_NAMED
+from graftlab.verdict.findings import Findings
+from graftlab.verdict.wording import NOT_CHECKED
+
+if TYPE_CHECKING:
+    from graftlab.matching.proposal import Proposal
+
+# Four roundings at random add about five times as much as one.
+_MOVED = 3.0
+
+
+def in_more_bits(
+    repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
+) -> tuple[Verdict, list[str], bool]:
+    """The verdict after a look at the same call in float32, if 16 bits may hide a mistake; sentences on it; and whether
+    merged weights, rounded to 16 bits, may explain what differs.
+    """
+    try:
+        wide = _closer_look(repeats, verdict, choice, is_first)
+    except NoCloserLookError as error:
+        return verdict, [f"{NOT_CHECKED}the same call in float32: {error}."], False
+    except GraftError as error:
+        # The verdict on the call itself stands.
+        why = str(error).splitlines()[0]
+        return verdict, [f"{NOT_CHECKED}the same call in float32, which failed: {why}"], False
+    if wide is None:
+        return verdict, [], False
+    found = wide.findings
+    if found.in_float32 is None:
+        narrow = dict.fromkeys(each for each in verdict.frame["dtype"] if each in DTYPES_OF_16_BITS)
+        dtypes = " and ".join(narrow) or verdict.findings.computed_in
+        what = (
+            "no tapped value explains the difference" if verdict.findings.unexplained else "the calls agree to rounding"
+        )
+        merged = None
+        if proposal is not None:
+            merged = _merged_weights(found, narrow, proposal) or _rounded_alone(
+                repeats, found, choice, proposal, is_first
+            )
+        said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
+        return wide, [merged, said] if merged else [said], merged is not None
+    if found.is_rounding_possible and found.choices:
+        chosen = found.choices[0]
+        sentence = (
+            f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ from a choice on "
+            f"({chosen.operation.partition('(')[0]}, {chosen.stack[0]}): rounding may have made what it chooses from "
+            "equal or changed its order, or the target rounds more, or has other code for 16 bits."
+        )
+        return wide, [sentence], False
+    if not found.unexplained:
+        return wide, [], False
+    sentence = (
+        f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ, though every module "
+        "agrees from equal inputs: rounding may have changed a choice, such as a router's, or the target rounds more."
+    )
+    return wide, [sentence], False
+
+
+def rounding_may_hide_mistakes(verdict: Verdict) -> bool:
+    """Whether nothing is named of calls that round to 16 bits, and are not bit-equal."""
+    found, frame = verdict.findings, verdict.frame
+    if answer_of(_if_rounding(found), True, True) != "agree":
+        return False
+    narrow = frame.loc[frame["dtype"].isin(DTYPES_OF_16_BITS), "added"]
+    # Bit-equal calls are right.
+    return bool((found.after_taps and len(narrow)) or (narrow > 0).any() or (found.computed_in and moves(found)))
+
+
+def _if_rounding(found: Findings) -> Findings:
+    """The findings of a verdict if its differences are rounding, and its pairs are right."""
+    return replace(
+        found, contradicting_pairs=(), in_float32=0.0, unexplained=(), rounding=replace(found.rounding, stands_out="")
+    )
+
+
+def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> Verdict | None:
+    """The verdict of the same runs in float32, if rounding to 16 bits may hide a mistake; otherwise None.
+
+    That of float32 where it names something. Otherwise it is the given one, whose differences are rounding then.
+
+    Raises :class:`NoCloserLookError` with the reason if float32 shows nothing.
+    """
+    found, frame, cleared = verdict.findings, verdict.frame, _if_rounding(verdict.findings)
+    if not rounding_may_hide_mistakes(verdict):
+        if frame["dtype"].isin(DTYPES_OF_16_BITS).any() and answer_of(found, True, True) == "agree":
+            repeats.note_equal()
+        if not (found.choices and frame["dtype"].isin(DTYPES_OF_16_BITS).any()):
+            return None
+    wide = repeats.in_float32(choice, is_first=is_first)
+    # What the call is given stays in 16 bits where only its operators compute in more.
+    is_given = (wide.frame["group"].map(kind_of_group) == "input") & (wide.frame["added"] == 0)
+    if still := [*wide.frame.loc[~is_given & wide.frame["dtype"].isin(DTYPES_OF_16_BITS), "name"]]:
+        raise NoCloserLookError(f"these compute in 16 bits even then: {first_of([*dict.fromkeys(still)], 4)}")
+    # It computes in more bits now, from numbers of 16 bits.
+    wide = replace(wide, findings=replace(wide.findings, computed_in=""))
+    answer = answer_of(replace(wide.findings, contradicting_pairs=()), True, True)
+    runs = verdict.runs + wide.runs
+    if answer == "agree" and (not found.unexplained or found.only_without_grafts):
+        # Where one side alone has 16 bits, the rounding of its numbers, which both have now, may be the mistake.
+        rounding = found.rounding if frame["cast"].notna().any() else cleared.rounding
+        ratio = float(wide.frame["ratio"].max()) if len(wide.frame) else 0.0
+        looked = replace(found, in_float32=ratio, looked_in=wide.findings.looked_in, rounding=rounding)
+        return Verdict(looked, runs)
+    if found.named and not rounding_may_hide_mistakes(verdict):
+        return None
+    # Weights that differ by one rounding differ in float32, and whatever reads them.
+    is_of_code = (wide.named or wide.findings.unexplained) and (wide.findings.weights_lent or not wide.findings.data)
+    if answer == "differ" and is_of_code:
+        return Verdict(wide.findings, runs)
+    if answer == "agree":
+        return None
+    why = "it is inconclusive" if answer == "inconclusive" else "weights that are rounded differently differ in it"
+    raise NoCloserLookError(why)
+
+
+def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal) -> str | None:
+    """A sentence if all that differs in float32 has weights without a partner, as merged ones are, and differs by no
+    more than their rounding to these dtypes; else None.
+    """
+    named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
+    if wide.unexplained or not len(named) or not (named["added"] <= max(map(roundoff, dtypes), default=0.0)).all():
+        return None
+    parsed = map(TapCallName.of, proposal.unmatched_baseline)
+    alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
+    modules: dict[str, set[str]] = defaultdict(set)
+    for pair in proposal.pairs:
+        # Some taps have the target's name in a verdict.
+        modules[TapCallName.of(pair.target).name].add(TapCallName.of(pair.baseline).name)
+    merged: dict[str, None] = {}
+    for name, group in zip(named["name"], named["group"], strict=True):
+        own = [name, *modules[name]]
+        # A folded batch norm is a module beside the one that has its scale now.
+        beside = [each.rpartition(".")[0] for each in own if "." in each]
+        if any(weight.startswith(f"{each}.") for weight in alone for each in own):
+            merged[group] = None
+            continue
+        found = [weight.rpartition(".")[0] for weight in alone if any(weight.startswith(f"{each}.") for each in beside)]
+        if not found:
+            return None
+        merged.update(dict.fromkeys(map(group_of, found)))
+    return (
+        f"Weights of {first_of([*merged])} have no partner, as where the target has merged them with others. Their "
+        f"rounding to {' and '.join(dtypes)} may explain what follows (up to {named['added'].max():.2g}), and so may a "
+        "mistake. Merge them on both sides, or compare both in float32."
+    )
+
+
+def _rounded_alone(
+    repeats: Repeats, wide: Findings, choice: JudgingChoice, proposal: Proposal, is_first: bool
+) -> str | None:
+    """A sentence if other roundings of the target's weights and buffers without a partner, such as a table that the
+    baseline computes in each call, move all that differs in float32 about as far as it differs; else None.
+    """
+    named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
+    parsed = map(TapCallName.of, proposal.unmatched_target)
+    alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
+    if wide.unexplained or wide.data or not len(named) or not alone or wide.looked_in != "float32":
+        return None
+    try:
+        moved = repeats.in_float32(choice, is_first=is_first, rounded_otherwise=alone, explain=False)
+    except GraftError:
+        return None
+    added = moved.frame.groupby("group")["added"].max()
+    if not all(added.get(row["group"], 0.0) >= _MOVED * row["added"] for _, row in named.iterrows()):
+        return None
+    return (
+        f"The target alone has {first_of(alone)}, in 16 bits. With other roundings of them, what follows differs by "
+        "several times as much. So their rounding may explain it, where the baseline computes a table in each call, or "
+        "has apart what the target has merged; and so may a mistake. Compare both in float32."
+    )
