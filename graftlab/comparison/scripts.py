@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graftlab.base.progress import LongWait
-from graftlab.base.tap_groups import group_of, kind_of, kind_of_group
+from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, is_beyond_rounding, known_at
@@ -24,7 +24,6 @@ from graftlab.comparison.held_units import (
     PartOfModel,
     described_as,
     failure_of,
-    numbers_given,
     other_exit_code,
     part_of_model,
     split_alike,
@@ -34,6 +33,7 @@ from graftlab.comparison.held_units import (
 )
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.comparison.inherited_rounding import InheritedRounding
+from graftlab.comparison.other_work import perhaps_of_other_work, unless_of_a_part, why_left_to_update
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
@@ -77,14 +77,6 @@ _NOTHING_TO_JUDGE = "a script ended before both sides had made a call to judge"
 _ONLY_PARTS = (
     "Each of the target's ranks has only a summand of some gradients, and no update of the weights followed that would "
     "show whether they are added up."
-)
-_SPLIT_DIFFERENTLY = (
-    f"{NOT_CHECKED}single calls, whose results have different shapes on the two sides, or which are given different "
-    "numbers of tokens: the sides split their batch differently, or their models return other results."
-)
-_IN_OTHER_ORDER = (
-    f"{NOT_CHECKED}single calls, some of which need gradients on one side alone: the sides call their models in "
-    "different orders, as a policy and a reference model."
 )
 _NOT_ALL = f"{NOT_CHECKED}further calls, if there are any; --calls N judges more of them."
 # The least time, in seconds, in which the results of further calls are compared.
@@ -221,68 +213,84 @@ class _HeldInTurn:
         self._run: Run
 
     def judge(self) -> Comparison:
-        held = self._first()
-        while True:
-            if (following := self._brought_together(held)) is None:
-                if self._before_exception is not None:
-                    return self._with(self._before_exception, ())
-                return self._concluded([_NOT_ALL])
-            held = following
+        following: HeldUnits | None = self._first()
+        while following is not None and (held := self._brought_together(following)) is not None:
+            following = held
             if held.both_hold(CallDescription):
-                ours, theirs = described_as(held, CallDescription)
-                self._before, self._newest = self._newest, (ours[0], theirs[0])
-                self._note_needs(held)
-            if held.both_hold(UpdateDescription):
-                if self._in_other_order is not None and self._needs["baseline"] != self._needs["target"]:
-                    return self._with(self._in_other_order, ())
-                compared = self._judge_update(held)
-                if compared.answer == "agree" or compared.left_to_next_update:
-                    self._clear_updates(compared)
-                if compared.answer == "inconclusive" and self._may_follow(held, compared):
-                    self._undecided_updates[self._updates] = compared
-                    compared = replace(compared, answer="agree")
-            elif not held.both_hold(CallDescription):
+                self._note_call(held)
+                if (compared := self._judged_call(held)) is None:
+                    continue
+            elif not held.both_hold(UpdateDescription):
                 return self._ended(held)
-            elif not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
-                compared = agreeing
-            elif self._is_out_of_step(held):
-                compared = self._passed_over(held)
+            elif self._in_other_order is not None and self._needs["baseline"] != self._needs["target"]:
+                return self._with(self._in_other_order, ())
             else:
-                held = self._described_whole(held)
-                known = len(self._proposals)
-                compared = self._judge_call(held)
-                if compared.findings.gradient_parts and self._in_parts is None:
-                    self._in_parts = compared
-                compared = _perhaps_of_other_work(_unless_of_a_part(compared, held), held)
-                if (why := _why_left_to_update(compared, held)) is not None:
-                    if compared.answer == "differ":
-                        # Later calls may inherit the difference, as by the tokens that were chosen.
-                        if self._in_other_order is None:
-                            self._in_other_order = self._with_calls_before(compared)
-                    else:
-                        self._unpaired = compared
-                    self._left_to_updates = list(dict.fromkeys([*self._left_to_updates, why]))
-                    # The call was not compared, so it does not count among those that agree, nor do pairs found in it.
-                    self._models.pop()
-                    if len(self._proposals) > known:
-                        self._proposals.popitem()
-                    compared = replace(compared, answer="agree")
-                elif compared.answer == "inconclusive" and self._may_follow(held, compared):
-                    part = self._part_called_alone(held)
-                    # What was the partner of a call before is no part, whatever this call returns.
-                    if part is not None and len(self._proposals) > known:
-                        self._leave_out(part, compared)
-                        continue
-                    # A later call may differ, or tell more.
-                    self._undecided[len(self._models) - 1] = compared
-                    compared = replace(compared, answer="agree")
+                compared = self._judged_update(held)
             self._compared = compared
             self._judged = len(self._models), self._updates
             if compared.answer != "agree":
                 return self._at_last(compared)
-            if self._is_enough(held) or (following := self._next(None, held)) is None:
-                return self._concluded([_NOT_ALL])
-            held = following
+            following = None if self._is_enough(held) else self._next(None, held)
+        if self._before_exception is not None:
+            return self._with(self._before_exception, ())
+        return self._concluded([_NOT_ALL])
+
+    def _note_call(self, held: HeldUnits) -> None:
+        ours, theirs = described_as(held, CallDescription)
+        self._before, self._newest = self._newest, (ours[0], theirs[0])
+        self._note_needs(held)
+
+    def _judged_call(self, held: HeldUnits) -> Comparison | None:
+        """The comparison of this call, which agrees also if later calls or updates must show more.
+
+        None if one side's call was left out, so that the other's gets a later partner.
+        """
+        if not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
+            return agreeing
+        if self._is_out_of_step(held):
+            return self._passed_over(held)
+        held = self._described_whole(held)
+        known = len(self._proposals)
+        compared = self._judge_call(held)
+        if compared.findings.gradient_parts and self._in_parts is None:
+            self._in_parts = compared
+        compared = perhaps_of_other_work(unless_of_a_part(compared, held), held)
+        if (why := why_left_to_update(compared, held)) is not None:
+            self._leave_to_update(compared, why)
+            # The call was not compared, so it does not count among those that agree, nor do pairs found in it.
+            self._models.pop()
+            if len(self._proposals) > known:
+                self._proposals.popitem()
+            return replace(compared, answer="agree")
+        if compared.answer != "inconclusive" or not self._may_follow(held, compared):
+            return compared
+        part = self._part_called_alone(held)
+        # What was the partner of a call before is no part, whatever this call returns.
+        if part is not None and len(self._proposals) > known:
+            self._leave_out(part, compared)
+            return None
+        # A later call may differ, or tell more.
+        self._undecided[len(self._models) - 1] = compared
+        return replace(compared, answer="agree")
+
+    def _leave_to_update(self, compared: Comparison, why: str) -> None:
+        """Keep the comparison of a call for use if no update follows; ``why`` says why the update shows more."""
+        if compared.answer != "differ":
+            self._unpaired = compared
+        elif self._in_other_order is None:
+            # Later calls may inherit the difference, as by the tokens that were chosen.
+            self._in_other_order = self._with_calls_before(compared)
+        self._left_to_updates = list(dict.fromkeys([*self._left_to_updates, why]))
+
+    def _judged_update(self, held: HeldUnits) -> Comparison:
+        """The comparison of this update, which agrees also if later ones must show more."""
+        compared = self._judge_update(held)
+        if compared.answer == "agree" or compared.left_to_next_update:
+            self._clear_updates(compared)
+        if compared.answer != "inconclusive" or not self._may_follow(held, compared):
+            return compared
+        self._undecided_updates[self._updates] = compared
+        return replace(compared, answer="agree")
 
     @property
     def known(self) -> str:
@@ -750,52 +758,3 @@ class _HeldInTurn:
 
 def _followed_by(compared: Comparison, remarks: Sequence[str]) -> Comparison:
     return replace(compared, remarks=(*compared.remarks, *remarks))
-
-
-def _unless_of_a_part(compared: Comparison, held: HeldUnits) -> Comparison:
-    """The comparison of a call in training; inconclusive if it names nothing but sums over rows, such as the loss and
-    gradients, and the sides' calls are given different numbers of tokens or labels, as where one splits the batch.
-    """
-    found, (ours, theirs) = compared.findings, numbers_given(held)
-    if compared.answer != "differ" or not trains(held) or split_alike(held) or ours == theirs:
-        return compared
-    named = found.frame[found.frame["group"].isin(found.named)]
-    is_gradient = named["group"].map(kind_of_group).isin(("grad", "param_grad"))
-    if found.unexplained or found.data or not (is_gradient | (named["shape"].map(math.prod) == 1)).all():
-        return compared
-    sentence = (
-        f"The baseline's call is given {ours:,} numbers, such as tokens or labels, and the target's {theirs:,}, as "
-        "where one side splits its batch. Only the loss and gradients differ, perhaps for that reason."
-    )
-    return replace(compared, answer="inconclusive", remarks=(sentence, *compared.remarks))
-
-
-def _why_left_to_update(compared: Comparison, held: HeldUnits) -> str | None:
-    """A sentence on why the update that follows may show more than this call; None if the call is judged by itself."""
-    if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
-        # Perhaps micro-batches.
-        return _SPLIT_DIFFERENTLY
-    return _IN_OTHER_ORDER if compared.answer == "differ" and _needs_differ(held) else None
-
-
-def _needs_differ(held: HeldUnits) -> bool:
-    """Whether the calls of one side alone need gradients."""
-    ours, theirs = (any(call.needs_backward for call in side) for side in described_as(held, CallDescription))
-    return ours != theirs
-
-
-def _perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
-    """The comparison of two calls that differ, with a sentence on why they may do different work: one side alone needs
-    gradients, and the sides are given different numbers of tokens.
-    """
-    ours, theirs = numbers_given(held)
-    if compared.answer != "differ" or not _needs_differ(held) or ours == theirs:
-        return compared
-    needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
-    how = ["with gradients" if needs else "without gradients" for needs in needed]
-    sentence = (
-        f"The baseline's call is given {ours:,} numbers, such as tokens, {how[0]}, and the target's {theirs:,}, "
-        f"{how[1]}. If the scripts call their models in different orders, as for a reference model and a policy, these "
-        "calls do different work, and what follows need not be a mistake."
-    )
-    return replace(compared, remarks=(sentence, *compared.remarks))
