@@ -19,7 +19,7 @@ from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.findings import Findings
-from graftlab.verdict.unexplained import compare_returned
+from graftlab.verdict.returned_values import compare_returned
 
 if TYPE_CHECKING:
     pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from graftlab.base.tensor_bytes import real_parts
 from graftlab.comparison.answers import is_beyond_rounding
 from graftlab.diffs.results import compare_named, is_written
 from graftlab.ranks.held_call import CallDescription
+from graftlab.verdict.returned_values import nearest_rows
 
 if TYPE_CHECKING:
     pass
@@ -35,8 +35,10 @@ def have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDe
         one, other = _rows_of(tensor), _rows_of(theirs[path])
         if one.shape[1] != other.shape[1] or len(one) * len(other) > _MOST_ROW_PAIRS:
             return False
-        if len(one) != len(other):
-            one, other = _nearest(one, other) if len(one) > len(other) else _nearest(other, one)[::-1]
+        if len(one) > len(other):
+            one = one[nearest_rows(other, one)]
+        elif len(other) > len(one):
+            other = other[nearest_rows(one, other)]
         sorted_rows = {path: _in_one_order(one)}, {path: _in_one_order(other)}
         differences = compare_named(*sorted_rows).differences
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
@@ -71,17 +73,6 @@ def _with_equal_names(
 def _rows_of(tensor: Tensor) -> Tensor:
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
     return real_parts(rows).flatten(1)
-
-
-def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, each once, of the side with more that are nearest to the other's; and the other's rows."""
-    apart = torch.cdist(fewer.double(), more.double())
-    chosen = []
-    for row in apart:
-        chosen.append(int(row.argmin()))
-        # Equal rows, such as those of one token, must have different partners.
-        apart[:, chosen[-1]] = math.inf
-    return more[chosen], fewer
 
 
 def _in_one_order(rows: Tensor) -> Tensor:

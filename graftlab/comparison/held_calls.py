@@ -36,8 +36,8 @@ from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.holding import repeat_call
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
+from graftlab.verdict.returned_values import compare_returned
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
-from graftlab.verdict.unexplained import compare_returned
 from graftlab.verdict.wording import NOT_CHECKED
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ from graftlab.ranks.holding import OfUpdate, describe_call, describe_result, rel
 from graftlab.ranks.options import LaunchOptions
 from graftlab.session import Session, open_session
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.unexplained import ReturnedValues, compare_returned
+from graftlab.verdict.returned_values import ReturnedValues, compare_returned
 from graftlab.verdict.wording import NOT_CHECKED, text_before_exception
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from graftlab.judging.mechanisms import LentWeights
 from graftlab.judging.swaps import OutputTap
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.optimizer_settings import SettingsDifference
-from graftlab.verdict.unexplained import ReturnedValues
+from graftlab.verdict.returned_values import ReturnedValues
 
 
 @dataclass(frozen=True)

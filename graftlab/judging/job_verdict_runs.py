@@ -53,7 +53,7 @@ from graftlab.verdict.misaligned_steps import (
     may_be_misaligned,
 )
 from graftlab.verdict.model_data import without_data
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,7 +26,7 @@ from graftlab.verdict.gradient_scaling import GradientScaling, gradient_scaling
 from graftlab.verdict.job_remarks import data_of_jobs, more_in_other_steps, remarks_on_rows
 from graftlab.verdict.misaligned_steps import find_misaligned_steps
 from graftlab.verdict.model_data import RunData, input_names, without_data
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore

@@ -12,7 +12,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.floor import Floor, pool
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 TapName = tuple[str, str | None]
 """A tap's name, as filters know it, and its kind."""

@@ -33,7 +33,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import one_sided_filter
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, settings_difference
 from graftlab.verdict.quantised_modules import quantised_limits
-from graftlab.verdict.unexplained import ReturnedValues
+from graftlab.verdict.returned_values import ReturnedValues
 
 
 class Measurement:

@@ -36,8 +36,8 @@ from graftlab.verdict.origins import (
     names_for_arguments,
     wanted_inputs,
 )
+from graftlab.verdict.returned_values import ReturnedValues
 from graftlab.verdict.stale_rows import stale_rows
-from graftlab.verdict.unexplained import ReturnedValues
 
 _MOST_MAPS = 24
 """How many maps a verdict has, of at most 2 MiB each."""

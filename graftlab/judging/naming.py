@@ -28,8 +28,9 @@ from graftlab.verdict.model_data import (
 )
 from graftlab.verdict.pair_contradictions import compared_in_part, contradicting_pairs
 from graftlab.verdict.quantised_modules import QuantisedModules, quantised_modules
+from graftlab.verdict.returned_values import AccumulatedFloors, ValueDifference
 from graftlab.verdict.summary import floor_of
-from graftlab.verdict.unexplained import AccumulatedFloors, ValueDifference, differing_taps
+from graftlab.verdict.unexplained import differing_taps
 
 
 @dataclass

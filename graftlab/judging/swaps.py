@@ -33,7 +33,8 @@ from graftlab.verdict.causes import (
     distance,
     find_causes,
 )
-from graftlab.verdict.unexplained import OF_A_RESULT, AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
+from graftlab.verdict.unexplained import OF_A_RESULT
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from graftlab.verdict.job_remarks import remarks_on_recording
 from graftlab.verdict.misaligned_steps import MisalignedSteps, find_misaligned_steps
 from graftlab.verdict.model_data import data_rows, without_data
 from graftlab.verdict.origins import WantedInputs
-from graftlab.verdict.unexplained import AccumulatedFloors, ReturnedValues, compare_returned, extents_by_request
+from graftlab.verdict.returned_values import AccumulatedFloors, ReturnedValues, compare_returned, extents_by_request
 
 if TYPE_CHECKING:
     from typing_extensions import Self

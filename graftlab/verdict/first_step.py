@@ -16,7 +16,7 @@ from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
 from graftlab.verdict.added import coarser_dtype, ratio, records
 from graftlab.verdict.gradient_scaling import is_scaled
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 _GRADIENTS = ("grad", "param_grad")
 _ROUTINE = ("optimizer", "param")

@@ -23,7 +23,7 @@ from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.store import to_frame
-from graftlab.verdict.unexplained import ReturnedValues
+from graftlab.verdict.returned_values import ReturnedValues
 
 NAMES = ("a", "b", "c")
 

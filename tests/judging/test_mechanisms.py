@@ -20,7 +20,7 @@ from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.store import to_frame
 from graftlab.taps.module_inputs import SUFFIX
-from graftlab.verdict.unexplained import ReturnedValues
+from graftlab.verdict.returned_values import ReturnedValues
 
 Pair = tuple[Tensor, Tensor]
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))

@@ -26,8 +26,8 @@ from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.gradient_scaling import GradientScaling
 from graftlab.verdict.model_data import AGREES_WITH_THE_BASELINES, BEGINNINGS, BELOW, WITH_THE_BASELINES
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS
+from graftlab.verdict.returned_values import AccumulatedFloors
 from graftlab.verdict.rounds_differently import RoundingGroups
-from graftlab.verdict.unexplained import AccumulatedFloors
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.transforms.default import NO_REPLICAS
 from graftlab.verdict.causes import MOST_SWAPS
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 NAMES = ("a", "b", "c", "out")
 OUTPUT = OutputTap("out", "out", "float32", {"name": "out"}, (0, 3))

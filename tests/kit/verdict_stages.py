@@ -23,8 +23,8 @@ from graftlab.verdict.added import added_frame
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.findings import JobRemarks
 from graftlab.verdict.optimizer_settings import NO_SETTINGS
+from graftlab.verdict.returned_values import AccumulatedFloors
 from graftlab.verdict.rounds_differently import RoundingGroups
-from graftlab.verdict.unexplained import AccumulatedFloors
 from kit.rows import tap
 
 NAMES = ("a", "b", "c", "d")

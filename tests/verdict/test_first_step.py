@@ -19,7 +19,7 @@ from graftlab.verdict.first_step import (
     explained_by_weights,
     first_difference,
 )
-from graftlab.verdict.unexplained import AccumulatedFloors
+from graftlab.verdict.returned_values import AccumulatedFloors
 
 Taps = tuple[tuple[str, Mapping[str, object]], ...]
 WEIGHT = ("w", {"kind": "param"})

@@ -16,17 +16,14 @@ from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 from graftlab.transforms.align import MOVED
 from graftlab.verdict.floor import Floor
-from graftlab.verdict.unexplained import (
+from graftlab.verdict.returned_values import (
     AccumulatedFloors,
     ReturnedValues,
-    UnexplainedDifferences,
     ValueDifference,
     compare_returned,
-    cut_graphs,
-    differing_taps,
     extents_by_request,
-    on_unseen_choices,
 )
+from graftlab.verdict.unexplained import UnexplainedDifferences, cut_graphs, differing_taps, on_unseen_choices
 
 FLOORS = AccumulatedFloors({("x", None): Floor(1e-5, 1e-4), ("y", None): Floor(1e-6, 1e-5)}, {"": 1e-5})
 PAIR = ("float32", "float32")
