@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from graftlab.ranks.widening import NARROW
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.returned_values import compare_returned
 
-if TYPE_CHECKING:
-    pass
-
 # A path begins with the argument's name in brackets: ['args[1]'].slots.
 ARGUMENT = re.compile(r"^\['(.+?)'\]")
 # Others have ones for padding, or zeros for tokens that are read, such as those of the first of two segments.
@@ -31,6 +27,7 @@ _OF_PADDING = re.compile(r"(attention|attn|input)_mask\W*$")
 
 
 def not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """Sentences on calls that cannot be replayed, so that nothing that is found of them can be relied on."""
     remarks = []
     for side, calls in (("baseline", baseline), ("target", target)):
         fails = next((call.fails_when_repeated for call in calls if call.fails_when_repeated), None)
@@ -57,6 +54,7 @@ def not_trusted(baseline: Sequence[CallDescription], target: Sequence[CallDescri
 
 
 def not_checked(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """What of these calls was not checked, in words that follow a common beginning."""
     remarks = []
     if written := list(dict.fromkeys(what for call in (*baseline, *target) for what in call.not_compared)):
         remarks.append(f"{first_of(written)}: it is large, or not the same when the call is repeated.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from graftlab.comparison.answers import is_beyond_rounding
 from graftlab.diffs.results import compare_named, is_written
 from graftlab.ranks.held_call import CallDescription
 from graftlab.verdict.returned_values import nearest_rows
-
-if TYPE_CHECKING:
-    pass
 
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24

@@ -1,4 +1,4 @@
-"""Calls of the two sides that may do different work, such as parts of a batch, and are no mistake if they differ."""
+"""Calls of the two sides that differ, perhaps only because they do different work, as on parts of a batch."""
 
 from __future__ import annotations
 

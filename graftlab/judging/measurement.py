@@ -64,7 +64,10 @@ class Measurement:
         ]
 
     def leave_out_split_calls(self) -> None:
-        """Leave out taps of calls that do not pair. Without a returned value, or if the plan pairs calls, none is."""
+        """Leave out taps at which each side divides its work into different calls.
+
+        Nothing is left out without a returned value, or if the plan pairs calls.
+        """
         pairs_calls = self._runs.before.pairs or self._runs.request.output is not None
         if self._returns and not pairs_calls:
             what = "the search for calls that do not pair"
@@ -92,7 +95,7 @@ class Measurement:
     def leave_out_averages(self) -> None:
         """Leave out numbers that each rank has of its part of the batch.
 
-        None is if functions return values: these differ as well, and would then be unexplained.
+        Nothing is left out if functions return values: these differ as well, and would then be unexplained.
         """
         if not (self._returns or self._attempt.failed):
             ranks = self._runs.session.options
@@ -103,7 +106,7 @@ class Measurement:
     def leave_out_parts_of_gradients(self) -> None:
         """Leave out gradients that code after the run adds up over the ranks.
 
-        None is if something is named without them too: then they may show where a sum is missing.
+        Nothing is left out if something is named without them too: then they may show where a sum is missing.
         """
         while self._runs.request.gradient_parts and not self._attempt.failed:
             none: dict[str, Summands] = {}
