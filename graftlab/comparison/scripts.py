@@ -33,7 +33,7 @@ from graftlab.comparison.held_units import (
 )
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.comparison.inherited_rounding import InheritedRounding
-from graftlab.comparison.other_work import perhaps_of_other_work, unless_of_a_part, why_left_to_update
+from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,

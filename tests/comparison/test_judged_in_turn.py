@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import other_work, scripts
+from graftlab.comparison import left_to_updates, scripts
 from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
@@ -337,7 +337,7 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
     assert given == [("of B", {"w": 0.1})]
     assert (turns._updates, turns._since_update) == (1, 0)
     assert SESSION.runs == [(KEEP, KEEP)]
-    turns._left_to_updates = [other_work._SPLIT_DIFFERENTLY]
+    turns._left_to_updates = [left_to_updates._SPLIT_DIFFERENTLY]
     differing = turns._judge_update(held(update(), update()))
     assert differing.remarks[-1].startswith(
         "Not checked: single calls, whose results have different shapes on the two sides"
@@ -386,14 +386,14 @@ def test_calls_that_may_do_different_work_differ_with_that_remark() -> None:
         sides = zip((ours, theirs), needs, strict=True)
         return held(*(call(needs_backward=own, whole_numbers={"ids": torch.ones(size)}) for size, own in sides))
 
-    found = other_work.perhaps_of_other_work(compared("differ", ["named"]), of(32, 64, False, True))
+    found = left_to_updates.perhaps_of_other_work(compared("differ", ["named"]), of(32, 64, False, True))
     assert found.answer == "differ"
     assert found.remarks[0].startswith(
         "The baseline's call is given 32 numbers, such as tokens, without gradients, and the target's 64, with"
     )
     for alike in (of(32, 32, False, True), of(32, 64, True, True)):
-        assert other_work.perhaps_of_other_work(compared("differ", ["named"]), alike).remarks == ("named",)
-    assert other_work.perhaps_of_other_work(compared(), of(32, 64, False, True)).remarks == ()
+        assert left_to_updates.perhaps_of_other_work(compared("differ", ["named"]), alike).remarks == ("named",)
+    assert left_to_updates.perhaps_of_other_work(compared(), of(32, 64, False, True)).remarks == ()
 
 
 def in_other_order(
@@ -407,7 +407,9 @@ def in_other_order(
         turns._models.append("Net")
         turns._proposals.setdefault(("Net", "Net"), None)
         left = len([*calls[1:], *last, None]) - len(following)
-        return compared("differ" if other_work._needs_differ(held) else "agree", ["of a call", f"after {left} units"])
+        return compared(
+            "differ" if left_to_updates._needs_differ(held) else "agree", ["of a call", f"after {left} units"]
+        )
 
     monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)
     monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
@@ -425,7 +427,7 @@ def test_calls_in_another_order_are_left_to_the_update_that_follows(
     found = in_other_order(turns, monkeypatch, updates, (False, True), (True, False))
     assert found.answer == "agree"
     assert found.remarks[0] == "1 update of the weights agrees."
-    assert found.remarks[-2:] == ("of an update", other_work._IN_OTHER_ORDER)
+    assert found.remarks[-2:] == ("of an update", left_to_updates._IN_OTHER_ORDER)
     # Pairs found between calls of different work are not used again.
     assert turns._proposals == {}
 

@@ -1,4 +1,4 @@
-"""Calls of the two sides that differ, perhaps only because they do different work, as on parts of a batch."""
+"""Calls in training that differ, perhaps only because they do different work, so that the next update shows more."""
 
 from __future__ import annotations
 
