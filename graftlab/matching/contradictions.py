@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 import torch
@@ -360,6 +360,14 @@ def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
 
     Layouts that do not fit the shape, such as one that counts a complex tensor's numbers singly, take nothing.
     """
+    layouts = list(layouts)
+    dims = {_only_dim(layout, len(shape)) for layout in layouts}
+    if len(shape) > 1 and len(dims) == 1 and (dim := dims.pop()) is not None:
+        # A fused weight may have a hundred million elements, and what is known of one holds for its whole row.
+        rows = uncovered((_in_one_dim(layout) for layout in layouts), (shape[dim],))
+        if rows is None:
+            return None
+        return rows.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(tuple(shape))
     ones = torch.ones(tuple(shape), dtype=torch.bool, device="cpu")
     parts = []
     for layout in layouts:
@@ -369,6 +377,19 @@ def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
         return ones
     known = join_parts(parts, shape).known
     return None if known is None else ~known
+
+
+def _only_dim(layout: Layout, dims: int) -> int | None:
+    """The dimension along which a layout takes a part of a tensor, if that is all it does; None otherwise."""
+    if len(layout.steps) != 1 or not isinstance(step := layout.steps[0], (Part, Window)):
+        return None
+    return step.dim % dims if -dims <= step.dim < dims else None
+
+
+def _in_one_dim(layout: Layout) -> Layout:
+    step = layout.steps[0]
+    assert isinstance(step, (Part, Window))
+    return Layout((replace(step, dim=0),))
 
 
 def fills(layout: Layout, gap: Tensor) -> bool:

@@ -36,8 +36,8 @@ from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
 
-# Bytes of fetched values that are kept for later comparisons.
-FETCHED = 1 << 28
+# Bytes of fetched values, and of what is computed from them, that are kept for later comparisons.
+FETCHED = 1 << 29
 # No dtype's rounding moves quantiles further apart than this, relative to the tensor; see sketch.alike.
 COARSEST = 6e-2
 _FEW_QUANTILES = slice(0, None, 16)
@@ -99,6 +99,8 @@ class Matcher:
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
+        # The names of taps whose values no rank has.
+        self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
         # The names of the taps that have a partner.
         self._paired: dict[Side, set[str]] = {"baseline": set(), "target": set()}
@@ -221,13 +223,16 @@ class Matcher:
         """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
         fetch = self.fetch[side]
-        value = None if fetch is None else fetch(tap.name)
+        if fetch is None or tap.name in self._not_held[side]:
+            return
+        value = fetch(tap.name)
         if value is None:
+            self._not_held[side].add(tap.name)
             return
         tap.forget()
         tap.value = value.detach()
         self.fetched.append(tap)
-        while len(self.fetched) > 2 and sum(each.nbytes for each in self.fetched) > FETCHED:
+        while len(self.fetched) > 2 and sum(each.in_memory for each in self.fetched) > FETCHED:
             oldest = self.fetched.pop(0)
             oldest.value = None
             oldest.forget()

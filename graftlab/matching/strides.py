@@ -70,6 +70,12 @@ class Lookup:
     def of_sketch(cls, sketch: Sketch) -> Lookup:
         return cls(sketch.extremes, sketch.places)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what was computed from the values."""
+        made = self.__dict__.get("places")
+        return self.ordered.nbytes + (0 if made is None else made.nbytes)
+
     @cached_property
     def places(self) -> Places:
         """The place of each sorted value in the whole."""
