@@ -26,6 +26,7 @@ from graftlab.matching.contradictions import (
     other_roles,
     uncovered,
 )
+from graftlab.matching.digests import Wholes
 from graftlab.matching.generalising import general_layouts
 from graftlab.matching.names import fused_roles, place_of, similarity
 from graftlab.matching.pair import Pair, Sureness
@@ -35,6 +36,7 @@ from graftlab.matching.row_orders import call_of
 from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
+from graftlab.matching.wording import layout_of
 
 # Bytes of fetched values, and of what is computed from them, that are kept for later comparisons.
 FETCHED = 1 << 29
@@ -286,6 +288,22 @@ class Matcher:
         if found.sampled:
             note = f"{note}; only extreme values compared" if note else "only extreme values compared"
         self.add(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
+
+    def match_rows(self) -> None:
+        """Match weights that consist of rows of a larger one, by the digests of their rows."""
+        sides: tuple[Side, ...] = ("target", "baseline")
+        for whole in sides:
+            outer = {tap.name: tap for tap in self.left(whole)}
+            wholes = Wholes({name: tap.digest for name, tap in outer.items() if tap.digest is not None})
+            for inner in self.left(other_side(whole)):
+                if inner.digest is None or not inner.sketch.telling:
+                    continue
+                found = [
+                    ValueMatch(outer[name], inner, layout_of(strides, outer[name].shape, inner.shape), 0.0, exact=True)
+                    for name, strides in wholes.of(inner.digest)
+                ]
+                if found:
+                    self._add(max(found, key=self._fit_of), whole)
 
     def match_parts(self) -> None:
         """Match each remaining tap with a tap of the other side that it is a part, or a repetition, of."""

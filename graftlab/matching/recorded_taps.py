@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from torch import Tensor
 from graftlab.base.quantisation import by_extras
 from graftlab.base.tags import identity, name_with
 from graftlab.base.tap_groups import is_data
-from graftlab.base.tensor_bytes import DTYPE_NAMES, buffer_of
 from graftlab.diffs.measure import measure
+from graftlab.matching.digests import Digest
 from graftlab.matching.sketch import Elements, Sketch, Values, flat_elements, sketch_of
 from graftlab.matching.strides import Lookup
 from graftlab.taps.ambient_tags import ambient
@@ -36,7 +35,7 @@ class RecordedTap:
     """One tap of one side: a sketch, and the tensor if the budget allowed.
 
     ``kind`` is the class of the module, if known; ``order`` is its place in the execution order of its side's taps.
-    ``digest`` is that of a weight's bytes: see :func:`digest_of`.
+    Weights have a ``digest``.
     """
 
     name: str
@@ -47,7 +46,7 @@ class RecordedTap:
     sketch: Sketch = field(repr=False)
     value: Tensor | None = field(default=None, repr=False)
     tags: dict[str, Any] = field(default_factory=dict)
-    digest: bytes | None = field(default=None, repr=False)
+    digest: Digest | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -59,7 +58,7 @@ class RecordedTap:
         order: int = 0,
         keep: bool = True,
         sketch: Sketch | None = None,
-        digest: bytes | None = None,
+        digest: Digest | None = None,
     ) -> RecordedTap:
         """Make one from a tensor, which is not copied, and from its ``sketch`` if that is known."""
         dense = value.detach()
@@ -163,17 +162,11 @@ class SketchRecorder:
         self._weights_left -= size if fits else 0
         seen = value.detach().clone() if fits else value
         # It shows whether a weight that was not copied has changed since.
-        digest = digest_of(seen)
-        recorded = RecordedTap.of(
-            name, seen, kind=kind, order=len(self._taps), sketch=self._sketches.get(digest), digest=digest
-        )
-        self._sketches[digest] = recorded.sketch
+        digest = Digest.of(seen)
+        known = self._sketches.get(digest.whole)
+        recorded = RecordedTap.of(name, seen, kind=kind, order=len(self._taps), sketch=known, digest=digest)
+        self._sketches[digest.whole] = recorded.sketch
         return recorded
-
-
-def digest_of(tensor: Tensor) -> bytes:
-    """A digest of a dense tensor's dtype and of its elements' bytes in row-major order, whatever its shape."""
-    return hashlib.sha256(buffer_of(tensor).data).digest() + DTYPE_NAMES[tensor.dtype].encode()
 
 
 def relative_l2(expected: Elements, found: Elements) -> float:

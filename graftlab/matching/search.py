@@ -78,7 +78,7 @@ def find(
     whole = outer.sketch.numel == inner.sketch.numel
     if not (alike(outer.sketch, inner.sketch, limit) if whole else _may_lie_in(outer.sketch, inner.sketch, limit)):
         return None
-    if whole and outer.digest is not None and outer.digest == inner.digest:
+    if whole and outer.digest is not None and inner.digest is not None and outer.digest.whole == inner.digest.whole:
         return ValueMatch(outer, inner, _in_same_order(outer, inner), 0.0, exact=True)
     for tap in (outer, inner):
         if tap.value is None and bring is not None:

@@ -15,7 +15,8 @@ from graftlab.grafting.decisions import recompute_status
 from graftlab.grafting.overwrite import overwritten
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
-from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder, digest_of
+from graftlab.matching.digests import Digest
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.sketch import Sketch
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import TapHandler, here
@@ -100,7 +101,7 @@ def _value_of(tap: RecordedTap | None) -> Tensor | None:
         return tap.value.cpu()
     # Of a copy, because another thread may train the model meanwhile.
     value = tap.value.cpu().clone()
-    return value if digest_of(value) == tap.digest else None
+    return value if Digest.of(value).whole == tap.digest.whole else None
 
 
 def forget_match() -> None:
