@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlab.base.progress import LongWait, report_progress
+from graftlab.base.shipping import Packed
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
@@ -258,7 +259,7 @@ class _MatchedRuns(_Match):
         given = self._budget, self._sent
         ours = None if self._runs else partial(record_taps, self._baseline, *given, {}, None)
         # A match that was stopped may have left its grafts on the ranks.
-        theirs = partial(record_taps, self._target, *given, new, gone if self._runs else None)
+        theirs = partial(record_taps, self._target, *given, Packed.of(new), gone if self._runs else None)
         title = f"matching, {self._progress(grafts)}"
         self._moved += sum(graft.value.nbytes for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)

@@ -73,8 +73,11 @@ def record_taps(
 
 
 def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, RecordedTap]) -> MatchRecord:
-    """The record, with up to ``send`` bytes of values, computed ones first; taps with the others go to ``held``."""
-    for tap in sorted(recorder.taps, key=lambda tap: tap.digest is not None):
+    """The record, with up to ``send`` bytes of values; taps with the others go to ``held``.
+
+    Computed values come first, then weights, small ones first: of large ones few are needed.
+    """
+    for tap in sorted(recorder.taps, key=lambda tap: -1 if tap.digest is None else tap.sketch.numel):
         tap.forget()
         if tap.value is None:
             continue
