@@ -6,6 +6,7 @@ partners have the same values, the kind of module, the name and the order decide
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,8 @@ TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
 # Tensors within the floor have quantiles nearer than this.
 _EQUAL_QUANTILES = 1e-4
+# A weight whose quantiles are further away than its partner's, by this factor, does not tie with that.
+_TIED_QUANTILES = 4.0
 # Kinds of modules that return their input outside training.
 PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Other parts of a whole are at most this many taps away from a known one.
@@ -201,15 +204,20 @@ class Matcher:
         """A tap's matches among those of equal size; ``apart`` has their quantiles' distances, ``[others, each]``."""
         most = apart.max(axis=1, initial=0.0)
         matching: list[ValueMatch] = []
-        is_known = False
+        limit = math.inf
         for place in np.argsort(most, kind="stable").tolist():
-            if is_known and most[place] > _EQUAL_QUANTILES:
+            if most[place] > limit:
                 # In any arrangement, the values of the others are too far away for a tie.
                 break
             found = self._find(others[place], tap)
-            if found is not None:
-                matching.append(found)
-                is_known = is_known or found.rel <= TIE_FLOOR
+            if found is None:
+                continue
+            matching.append(found)
+            if found.rel <= TIE_FLOOR:
+                limit = min(limit, _EQUAL_QUANTILES)
+            elif tap.digest is not None:
+                # Rounded weights of other layers have nearly the same quantiles, and each would have to be fetched.
+                limit = min(limit, max(_EQUAL_QUANTILES, _TIED_QUANTILES * float(most[place])))
         return sorted(matching, key=lambda each: each.outer.order)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from graftlab.layouts import parse_layout
+from graftlab.matching import matcher
 from graftlab.matching.digests import Digest
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
@@ -85,6 +86,22 @@ def test_equal_fused_and_split_weights_are_paired_without_their_values() -> None
     ]
     assert {pair.sureness for pair in found.pairs} == {"exact"}
     assert (found.unmatched_baseline, found.unmatched_target) == ({}, {})
+
+
+def test_rounded_weights_are_compared_with_few_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "FETCHED", 0)
+    layers = {f"h_{n}_weight": drawn(96, 64, seed=n) for n in range(16)}
+    rounded = {f"l_{n}_weight": layers[f"h_{n}_weight"].bfloat16() for n in range(16)}
+    held = {f"{name.replace('_', '.')}[kind=param]": each for name, each in (layers | rounded).items()}
+    asked: list[str] = []
+
+    def fetch(name: str) -> Tensor:
+        asked.append(name)
+        return held[name]
+
+    found = with_weights(Proposal(()), unsent(**layers), unsent(**rounded), fetch, fetch)
+    assert paired(found) == [(f"h.{n}.weight", f"l.{n}.weight", "same", "baseline") for n in range(16)]
+    assert len(asked) < 3 * 16
 
 
 def test_a_value_that_no_rank_has_is_asked_for_once() -> None:
