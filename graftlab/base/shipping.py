@@ -46,7 +46,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         """The bytes of what was pickled before."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _PackedCalls):
+        if isinstance(obj, Packed):
             self.packed_before += len(obj.packed)
         if isinstance(obj, types.FunctionType):
             filename = obj.__code__.co_filename
@@ -74,11 +74,16 @@ class _ResultPacker(_Packer):
         return super().reducer_override(obj)
 
 
-class _PackedCalls:
-    """Functions bound to their arguments, pickled together."""
+class Packed:
+    """A value that is already pickled. A rank receives the value itself, and no warning names its size."""
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Pickle a value of the package's own, however large it is; to a rank the result is that value."""
+        return cls(_pack(value, _Packer))
 
     def __reduce__(self) -> Any:
         return _unpack, (self.packed,)
@@ -87,7 +92,7 @@ class _PackedCalls:
 class PackedCall:
     """A function bound to its arguments that was pickled for any number of runs. A rank receives it as a partial."""
 
-    def __init__(self, function: Callable[..., Any], calls: _PackedCalls, index: int) -> None:
+    def __init__(self, function: Callable[..., Any], calls: Packed, index: int) -> None:
         self.__wrapped__ = function
         self._calls, self._index = calls, index
 
@@ -157,7 +162,7 @@ def pack_together(
     """
     bound = [functools.partial(function, *args, **kwargs) for function in functions.values()]
     parts = [*functions.items(), *_arguments(args, kwargs)]
-    calls = _PackedCalls(_pack_or_name(bound, parts, " and ".join(functions)))
+    calls = Packed(_pack_or_name(bound, parts, " and ".join(functions)))
     return [PackedCall(function, calls, index) for index, function in enumerate(functions.values())]
 
 

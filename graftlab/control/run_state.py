@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from graftlab.base.progress import LongWait
 from graftlab.base.world import Side
 from graftlab.control.pickles import open_exception, open_value
@@ -200,8 +202,16 @@ class RunState:
             done = self._done.get(world_rank)
             if done is not None and done.result is not None and world_rank not in self._results:
                 self._results[world_rank] = open_value(rank, done.result)
+                # As large as the result, which is kept.
+                self._done[world_rank] = replace(done, result=None)
             results.append(self._results.get(world_rank))
         return results
+
+    def forget_results(self) -> None:
+        """Release what the ranks returned, which the session would keep as long as the run itself."""
+        with self.changed:
+            self._results.clear()
+            self._done = {world_rank: replace(done, result=None) for world_rank, done in self._done.items()}
 
     # ---- failures -----------------------------------------------------------------------------------------------
 

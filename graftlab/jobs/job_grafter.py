@@ -193,7 +193,7 @@ class JobGrafter(Grafter):
         current = self._step_record
         if current is None:
             return None
-        return current.found if value is None else current.held.get(value)
+        return current.found if value is None else current.value_held(value)
 
     def trace_steps(self, order: TraceSteps) -> None:
         """Trace the first steps under the plan of this version. Called on the control thread."""

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from graftlab.base.progress import LongWait, report_progress
+from graftlab.base.shipping import Packed
 from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.core import internals_of, lend_plan
 from graftlab.control.pickles import open_value
+from graftlab.control.run import state_of
 from graftlab.control.work import arguments, pack_callees, refuse_invalid_expressions
 from graftlab.errors import LayoutError, SessionError
 from graftlab.judging.job_steps import JobSteps
@@ -257,7 +259,7 @@ class _MatchedRuns(_Match):
         given = self._budget, self._sent
         ours = None if self._runs else partial(record_taps, self._baseline, *given, {}, None)
         # A match that was stopped may have left its grafts on the ranks.
-        theirs = partial(record_taps, self._target, *given, new, gone if self._runs else None)
+        theirs = partial(record_taps, self._target, *given, Packed.of(new), gone if self._runs else None)
         title = f"matching, {self._progress(grafts)}"
         self._moved += sum(graft.value.nbytes for grafted in new.values() for graft in grafted)
         run = self._session.start(ours, theirs)
@@ -266,14 +268,15 @@ class _MatchedRuns(_Match):
         except KeyboardInterrupt:
             self._session.interrupt()
             raise
+        records = run.baseline, run.target
+        state_of(run).forget_results()
         if not self._runs:
-            self._recorded = self._whole_taps(run.baseline, "baseline")
+            self._recorded = self._whole_taps(records[0], "baseline")
             for tap in self._recorded:
                 if tap.value is not None:
                     self._values[tap.name] = tap.value
         self._runs += 1
-        target = self._whole_taps(run.target, "target")
-        return self._in_order(self._recorded, target)
+        return self._in_order(self._recorded, self._whole_taps(records[1], "target"))
 
     def _changed(self, grafts: Sequence[Pair]) -> tuple[dict[str, list[MatchGraft]], list[str]]:
         """The grafts to add for the next run, and the target's taps to graft no longer."""
@@ -304,11 +307,11 @@ class _MatchedRuns(_Match):
         return found
 
     def _fetch(self, side: Side, name: str) -> Tensor | None:
-        work = partial(recorded_value, name)
-        if side == "baseline":
-            values: list[Tensor | None] = self._session.run(baseline=work).baseline
-        else:
-            values = self._session.run(target=work).target
+        work: dict[str, Any] = {side: partial(recorded_value, name)}
+        run = self._session.run(**work)
+        values: list[Tensor | None] = run.baseline if side == "baseline" else run.target
+        # Runs of a session keep their results, and together these may be as large as the model.
+        state_of(run).forget_results()
         self._moved += sum(value.nbytes for value in values if value is not None)
         return next((value for value in values if value is not None), None)
 

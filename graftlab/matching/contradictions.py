@@ -6,8 +6,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -360,7 +361,25 @@ def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
 
     Layouts that do not fit the shape, such as one that counts a complex tensor's numbers singly, take nothing.
     """
-    ones = torch.ones(tuple(shape), dtype=torch.bool, device="cpu")
+    given = tuple(layouts)
+    dims = {_only_dim(layout, len(shape)) for layout in given}
+    if len(shape) > 1 and len(dims) == 1 and (dim := dims.pop()) is not None:
+        # A fused weight may have a hundred million elements, and what is known of one holds for its whole row.
+        rows = uncovered((_in_one_dim(layout) for layout in given), (shape[dim],))
+        if rows is None:
+            return None
+        return rows.view([-1 if place == dim else 1 for place in range(len(shape))]).expand(tuple(shape))
+    has_rows = any(isinstance(step, (Gather, Rows)) for layout in given for step in layout.steps)
+    # Layers have the same layouts, unless these have rows of their own.
+    return (_uncovered if has_rows or math.prod(shape) > _LARGE else _uncovered_once)(given, tuple(shape))
+
+
+# A mask with more elements is not kept.
+_LARGE = 1 << 22
+
+
+def _uncovered(layouts: tuple[Layout, ...], shape: tuple[int, ...]) -> Tensor | None:
+    ones = torch.ones(shape, dtype=torch.bool, device="cpu")
     parts = []
     for layout in layouts:
         with suppress(LayoutError):
@@ -369,6 +388,22 @@ def uncovered(layouts: Iterable[Layout], shape: Sequence[int]) -> Tensor | None:
         return ones
     known = join_parts(parts, shape).known
     return None if known is None else ~known
+
+
+_uncovered_once = lru_cache(maxsize=16)(_uncovered)
+
+
+def _only_dim(layout: Layout, dims: int) -> int | None:
+    """The dimension along which a layout takes a part of a tensor, if that is all it does; None otherwise."""
+    if len(layout.steps) != 1 or not isinstance(step := layout.steps[0], (Part, Window)):
+        return None
+    return step.dim % dims if -dims <= step.dim < dims else None
+
+
+def _in_one_dim(layout: Layout) -> Layout:
+    step = layout.steps[0]
+    assert isinstance(step, (Part, Window))
+    return Layout((replace(step, dim=0),))
 
 
 def fills(layout: Layout, gap: Tensor) -> bool:

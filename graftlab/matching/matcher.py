@@ -6,6 +6,7 @@ partners have the same values, the kind of module, the name and the order decide
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from graftlab.matching.contradictions import (
     other_roles,
     uncovered,
 )
+from graftlab.matching.digests import Wholes
 from graftlab.matching.generalising import general_layouts
 from graftlab.matching.names import fused_roles, place_of, similarity
 from graftlab.matching.pair import Pair, Sureness
@@ -35,9 +37,10 @@ from graftlab.matching.row_orders import call_of
 from graftlab.matching.rules import Rule, rules_of
 from graftlab.matching.search import KnownStrides, ValueMatch, applied, find
 from graftlab.matching.sketch import limit_for
+from graftlab.matching.wording import layout_of
 
-# Bytes of fetched values that are kept for later comparisons.
-FETCHED = 1 << 28
+# Bytes of fetched values, and of what is computed from them, that are kept for later comparisons.
+FETCHED = 1 << 29
 # No dtype's rounding moves quantiles further apart than this, relative to the tensor; see sketch.alike.
 COARSEST = 6e-2
 _FEW_QUANTILES = slice(0, None, 16)
@@ -46,6 +49,8 @@ TIE_FACTOR = 10.0
 TIE_FLOOR = 1e-6
 # Tensors within the floor have quantiles nearer than this.
 _EQUAL_QUANTILES = 1e-4
+# A weight whose quantiles are further away than its partner's, by this factor, does not tie with that.
+_TIED_QUANTILES = 4.0
 # Kinds of modules that return their input outside training.
 PASS_THROUGH = ("Dropout", "Identity", "DropPath", "StochasticDepth")
 # Other parts of a whole are at most this many taps away from a known one.
@@ -99,6 +104,8 @@ class Matcher:
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
+        # The names of taps whose values no rank has.
+        self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
         # The names of the taps that have a partner.
         self._paired: dict[Side, set[str]] = {"baseline": set(), "target": set()}
@@ -197,15 +204,20 @@ class Matcher:
         """A tap's matches among those of equal size; ``apart`` has their quantiles' distances, ``[others, each]``."""
         most = apart.max(axis=1, initial=0.0)
         matching: list[ValueMatch] = []
-        is_known = False
+        limit = math.inf
         for place in np.argsort(most, kind="stable").tolist():
-            if is_known and most[place] > _EQUAL_QUANTILES:
+            if most[place] > limit:
                 # In any arrangement, the values of the others are too far away for a tie.
                 break
             found = self._find(others[place], tap)
-            if found is not None:
-                matching.append(found)
-                is_known = is_known or found.rel <= TIE_FLOOR
+            if found is None:
+                continue
+            matching.append(found)
+            if found.rel <= TIE_FLOOR:
+                limit = min(limit, _EQUAL_QUANTILES)
+            elif tap.digest is not None:
+                # Rounded weights of other layers have nearly the same quantiles, and each would have to be fetched.
+                limit = min(limit, max(_EQUAL_QUANTILES, _TIED_QUANTILES * float(most[place])))
         return sorted(matching, key=lambda each: each.outer.order)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
@@ -221,13 +233,16 @@ class Matcher:
         """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
         fetch = self.fetch[side]
-        value = None if fetch is None else fetch(tap.name)
+        if fetch is None or tap.name in self._not_held[side]:
+            return
+        value = fetch(tap.name)
         if value is None:
+            self._not_held[side].add(tap.name)
             return
         tap.forget()
         tap.value = value.detach()
         self.fetched.append(tap)
-        while len(self.fetched) > 2 and sum(each.nbytes for each in self.fetched) > FETCHED:
+        while len(self.fetched) > 2 and sum(each.in_memory for each in self.fetched) > FETCHED:
             oldest = self.fetched.pop(0)
             oldest.value = None
             oldest.forget()
@@ -281,6 +296,22 @@ class Matcher:
         if found.sampled:
             note = f"{note}; only extreme values compared" if note else "only extreme values compared"
         self.add(Pair(baseline, target, found.layout, whole, sureness, found.rel, note))
+
+    def match_rows(self) -> None:
+        """Match weights that consist of rows of a larger one, by the digests of their rows."""
+        sides: tuple[Side, ...] = ("target", "baseline")
+        for whole in sides:
+            outer = {tap.name: tap for tap in self.left(whole)}
+            wholes = Wholes({name: tap.digest for name, tap in outer.items() if tap.digest is not None})
+            for inner in self.left(other_side(whole)):
+                if inner.digest is None or not inner.sketch.telling:
+                    continue
+                found = [
+                    ValueMatch(outer[name], inner, layout_of(strides, outer[name].shape, inner.shape), 0.0, exact=True)
+                    for name, strides in wholes.of(inner.digest)
+                ]
+                if found:
+                    self._add(max(found, key=self._fit_of), whole)
 
     def match_parts(self) -> None:
         """Match each remaining tap with a tap of the other side that it is a part, or a repetition, of."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from graftlab.base.quantisation import by_extras
 from graftlab.base.tags import identity, name_with
+from graftlab.base.tap_groups import is_data
 from graftlab.diffs.measure import measure
+from graftlab.matching.digests import Digest
 from graftlab.matching.sketch import Elements, Sketch, Values, flat_elements, sketch_of
 from graftlab.matching.strides import Lookup
 from graftlab.taps.ambient_tags import ambient
@@ -24,6 +26,8 @@ Fetch = Callable[[str], "Tensor | None"]
 
 BUDGET = 1 << 30
 """Bytes of values that a recorder keeps by default."""
+COPIED_WEIGHTS = 1 << 28
+"""Bytes of weights that a recorder copies. It refers to all others, which the model has anyway."""
 
 
 @dataclass
@@ -31,6 +35,7 @@ class RecordedTap:
     """One tap of one side: a sketch, and the tensor if the budget allowed.
 
     ``kind`` is the class of the module, if known; ``order`` is its place in the execution order of its side's taps.
+    Weights have a ``digest``.
     """
 
     name: str
@@ -41,17 +46,32 @@ class RecordedTap:
     sketch: Sketch = field(repr=False)
     value: Tensor | None = field(default=None, repr=False)
     tags: dict[str, Any] = field(default_factory=dict)
+    digest: Digest | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, name: str, value: Tensor, *, kind: str = "", order: int = 0, keep: bool = True) -> RecordedTap:
-        """Make one from a tensor, which is not copied."""
+    def of(
+        cls,
+        name: str,
+        value: Tensor,
+        *,
+        kind: str = "",
+        order: int = 0,
+        keep: bool = True,
+        sketch: Sketch | None = None,
+        digest: Digest | None = None,
+    ) -> RecordedTap:
+        """Make one from a tensor, which is not copied, and from its ``sketch`` if that is known."""
         dense = value.detach()
-        kept = dense if keep else None
-        return cls(name, kind, tuple(value.shape), value.dtype, order, sketch_of(dense), kept)
+        made = sketch_of(dense) if sketch is None else sketch
+        return cls(name, kind, tuple(value.shape), value.dtype, order, made, dense if keep else None, digest=digest)
 
     @property
-    def nbytes(self) -> int:
-        return self.sketch.numel * self.dtype.itemsize
+    def in_memory(self) -> int:
+        """The bytes of the value and of everything computed from it."""
+        arrays = [made for name in ("elements", "flat") if (made := self.__dict__.get(name)) is not None]
+        lookup: Lookup | None = self.__dict__.get("lookup")
+        value = 0 if self.value is None else self.value.nbytes
+        return value + sum(int(each.nbytes) for each in arrays) + (0 if lookup is None else lookup.nbytes)
 
     @cached_property
     def elements(self) -> Elements | None:
@@ -79,11 +99,19 @@ class SketchRecorder:
 
     Its ``tap`` is like a grafter's, so :func:`graftlab.taps.routing.handled_by` can install it on a rank. ``kinds``
     maps names to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
+    Weights have digests and are not part of the budget. Those beyond :data:`COPIED_WEIGHTS` are not copied.
+    ``sketches`` has known sketches of weights by their digests, and gets new ones.
     """
 
-    def __init__(self, kinds: Mapping[str, str] | None = None, budget: int = BUDGET) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str, str] | None = None,
+        budget: int = BUDGET,
+        sketches: dict[bytes, Sketch] | None = None,
+    ) -> None:
         self._kinds = {} if kinds is None else kinds
-        self._left = budget
+        self._left, self._weights_left = budget, COPIED_WEIGHTS
+        self._sketches = {} if sketches is None else sketches
         self._taps: dict[str, RecordedTap] = {}
         self.skipped: dict[str, str] = {}
 
@@ -114,15 +142,31 @@ class SketchRecorder:
         full = name_with(name, dict(identity({**given, "name": name}).tags))
         count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0
         full = f"{full}#{count}" if count else full
-        size = shown.numel() * shown.element_size()
-        keep = size <= self._left
-        # A copy, because the model may overwrite the tensor before the run ends.
-        seen = shown.detach().clone() if keep else shown
-        recorded = RecordedTap.of(full, seen, kind=self._kinds.get(name, ""), order=len(self._taps), keep=keep)
+        make = self._recorded_weight if is_data(given) else self._recorded_value
+        recorded = make(full, shown, self._kinds.get(name, ""))
         recorded.tags = given
-        self._left -= size if keep else 0
         self._taps[full] = recorded
         return value
+
+    def _recorded_value(self, name: str, value: Tensor, kind: str) -> RecordedTap:
+        size = value.numel() * value.element_size()
+        fits = size <= self._left
+        self._left -= size if fits else 0
+        # A copy, because the model may overwrite the tensor before the run ends.
+        seen = value.detach().clone() if fits else value
+        return RecordedTap.of(name, seen, kind=kind, order=len(self._taps), keep=fits)
+
+    def _recorded_weight(self, name: str, value: Tensor, kind: str) -> RecordedTap:
+        size = value.numel() * value.element_size()
+        fits = size <= self._weights_left
+        self._weights_left -= size if fits else 0
+        seen = value.detach().clone() if fits else value
+        # It shows whether a weight that was not copied has changed since.
+        digest = Digest.of(seen)
+        known = self._sketches.get(digest.whole)
+        recorded = RecordedTap.of(name, seen, kind=kind, order=len(self._taps), sketch=known, digest=digest)
+        self._sketches[digest.whole] = recorded.sketch
+        return recorded
 
 
 def relative_l2(expected: Elements, found: Elements) -> float:

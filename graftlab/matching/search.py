@@ -78,6 +78,8 @@ def find(
     whole = outer.sketch.numel == inner.sketch.numel
     if not (alike(outer.sketch, inner.sketch, limit) if whole else _may_lie_in(outer.sketch, inner.sketch, limit)):
         return None
+    if whole and outer.digest is not None and inner.digest is not None and outer.digest.whole == inner.digest.whole:
+        return ValueMatch(outer, inner, _in_same_order(outer, inner), 0.0, exact=True)
     for tap in (outer, inner):
         if tap.value is None and bring is not None:
             bring(tap)
@@ -114,9 +116,8 @@ def _may_lie_in(outer: Sketch, inner: Sketch, limit: float) -> bool:
 
 def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | None:
     """The match of equal elements in the same order, perhaps in a different shape."""
-    strides = Strides(0, (math.prod(inner.shape),), (1,))
     if outer.elements is None or inner.elements is None:
-        return _verified(outer, inner, strides, limit)
+        return _verified(outer, inner, _plain(inner), limit)
     # The largest values by themselves may be further apart than all together.
     apart = inner.elements[outer.sketch.places].astype(np.float64) - outer.sketch.extremes
     if float(np.einsum("i,i", apart, apart)) > _ROOM * (limit * outer.sketch.rms) ** 2 * outer.sketch.numel:
@@ -124,8 +125,16 @@ def _same(outer: RecordedTap, inner: RecordedTap, limit: float) -> ValueMatch | 
     rel = relative_l2(outer.elements, inner.elements)
     if rel > limit:
         return None
-    layout = Layout() if outer.shape == inner.shape else layout_of(strides, outer.shape, inner.shape)
-    return ValueMatch(outer, inner, layout, rel, _are_equal(rel, outer.elements, inner.elements))
+    return ValueMatch(outer, inner, _in_same_order(outer, inner), rel, _are_equal(rel, outer.elements, inner.elements))
+
+
+def _in_same_order(outer: RecordedTap, inner: RecordedTap) -> Layout:
+    """The layout of elements in the same order."""
+    return Layout() if outer.shape == inner.shape else layout_of(_plain(inner), outer.shape, inner.shape)
+
+
+def _plain(inner: RecordedTap) -> Strides:
+    return Strides(0, (math.prod(inner.shape),), (1,))
 
 
 def _are_equal(rel: float, one: Elements, other: Elements) -> bool:

@@ -21,6 +21,8 @@ from graftlab.matching.sketch import Elements, Places, Sketch, Values
 SAMPLES = 160
 # A span is at least this part of its dimension; see slices.
 MOST_SPANS = 64
+# With more values than this, places are looked for one by one.
+_LARGE = 1 << 18
 # In practice, more splits of dimensions than this never found anything.
 MAX_SPLITS = 4000
 
@@ -70,11 +72,30 @@ class Lookup:
     def of_sketch(cls, sketch: Sketch) -> Lookup:
         return cls(sketch.extremes, sketch.places)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what was computed from the values."""
+        made = self.__dict__.get("places")
+        return self.ordered.nbytes + (0 if made is None else made.nbytes)
+
     @cached_property
     def places(self) -> Places:
         """The place of each sorted value in the whole."""
         order = np.argsort(self._values)
         return order if self._places is None else self._places[order]
+
+    def _places_at(self, ranks: Places) -> Places:
+        """The places of the values of these ranks, each of which occurs once."""
+        if "places" in self.__dict__ or len(self._values) < _LARGE:
+            return self.places[ranks]
+        # A few places in one pass, where to sort the places would take ten times as long as to sort the values.
+        wanted = self.ordered[ranks]
+        known, back = np.unique(wanted, return_inverse=True)
+        at = np.minimum(np.searchsorted(known, self._values), len(known) - 1)
+        found = np.flatnonzero(known[at] == self._values)
+        places = np.empty(len(known), np.int64)
+        places[at[found]] = found if self._places is None else self._places[found]
+        return places[back]
 
     def unique(self, values: Values, tolerance: float) -> Places:
         """The place of each value; -1 if no value is within the tolerance, or several are within three times it."""
@@ -82,8 +103,11 @@ class Lookup:
         high = np.searchsorted(self.ordered, values + 3 * tolerance, "right")
         found = np.where(high - low == 1, low, -1)
         index = np.maximum(found, 0)
-        near = np.abs(self.ordered[index] - values) <= tolerance
-        return np.where((found >= 0) & near, self.places[index], -1)
+        known = (found >= 0) & (np.abs(self.ordered[index] - values) <= tolerance)
+        places = np.full(len(values), -1, np.int64)
+        if known.any():
+            places[known] = self._places_at(index[known])
+        return places
 
     def share(self, values: Values, tolerance: float) -> float:
         """The share of these values that the whole contains."""
@@ -110,6 +134,19 @@ def fit(
             continue
         strides = _solve(places, elements, radices)
         if strides is not None and strides.fits(size):
+            return strides
+    return None
+
+
+def fit_places(places: Places, shape: Sequence[int]) -> Strides | None:
+    """Strides that map the elements of ``shape``, in order, to these places; None if there are none."""
+    if len(places) == 1:
+        return Strides(int(places[0]), (1,), (1,))
+    elements = np.arange(len(places))
+    some = np.unique(np.linspace(0, len(places) - 1, SAMPLES).astype(np.int64))
+    for radices in itertools.islice(_splits(tuple(shape)), MAX_SPLITS):
+        strides = _solve(places[some], elements[some], radices)
+        if strides is not None and np.array_equal(strides.places(elements), places):
             return strides
     return None
 

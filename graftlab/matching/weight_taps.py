@@ -67,6 +67,7 @@ def with_weights(
     )
     matcher = Matcher(ours, theirs, fetch_ours, fetch_theirs, LIMIT)
     matcher.match_equals()
+    matcher.match_rows()
     matcher.match_parts()
     match_siblings(matcher)
     problems, moved = _correct_by_rules(matcher)

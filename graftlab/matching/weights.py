@@ -294,7 +294,7 @@ def match_constants(matcher: Matcher) -> None:
     scored = []
     for tap in left:
         for other in matcher.left("baseline"):
-            if other.shape == tap.shape and other.sketch.constant and _equal(other, tap):
+            if other.shape == tap.shape and other.sketch.constant and _are_one_constant(other, tap):
                 scored.append((_by_name(other.name, tap.name), other.name, tap.name))
     taken: set[str] = set()
     for _, one, name in sorted(scored, key=lambda each: -each[0]):
@@ -304,8 +304,11 @@ def match_constants(matcher: Matcher) -> None:
             matcher.add(Pair(one, name, Layout(), "baseline", "guess", 0.0, note))
 
 
-def _equal(one: RecordedTap, other: RecordedTap) -> bool:
-    return one.flat is not None and other.flat is not None and bool(np.array_equal(one.flat, other.flat))
+def _are_one_constant(one: RecordedTap, other: RecordedTap) -> bool:
+    if one.sketch.nonfinite or other.sketch.nonfinite:
+        return one.flat is not None and other.flat is not None and bool(np.array_equal(one.flat, other.flat))
+    # Known without the values.
+    return float(one.sketch.quantiles[0]) == float(other.sketch.quantiles[0])
 
 
 def _by_name(baseline: str, target: str) -> float:

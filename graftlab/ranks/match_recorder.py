@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,9 @@ from graftlab.grafting.decisions import recompute_status
 from graftlab.grafting.overwrite import overwritten
 from graftlab.grafting.tensors import plain_tensor
 from graftlab.layouts import Layout, RankLayout, rank_layout, relayout
+from graftlab.matching.digests import Digest
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
+from graftlab.matching.sketch import Sketch
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.taps.calls import TapHandler, here
 from graftlab.taps.extras import ExtrasWithLayout
@@ -42,9 +44,11 @@ class MatchRecord:
     notes: list[str] = field(default_factory=list)
 
 
-# Tensors of the last run that were not sent, and the grafts in force, for later calls of the same match.
-_held: dict[str, Tensor] = {}
+# Taps of the last run whose values were not sent, and the grafts in force, for later calls of the same match.
+_held: dict[str, RecordedTap] = {}
 _grafts: dict[str, list[MatchGraft]] = {}
+# The sketches of weights by their digests. They change seldom, and a sketch takes far longer than a digest.
+_sketches: dict[bytes, Sketch] = {}
 
 
 def record_taps(
@@ -61,39 +65,53 @@ def record_taps(
     for name in list(_grafts) if forget is None else forget:
         _grafts.pop(name, None)
     _grafts.update(grafts)
-    recorder = _MatchRecorder(_grafts, budget)
+    recorder = _MatchRecorder(_grafts, budget, sketches=_sketches)
     with handled_by(recorder):
         bind_callee(callee)()
     _held.clear()
     return _record_of(recorder, send, _held)
 
 
-def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, Tensor]) -> MatchRecord:
-    """The record, with up to ``send`` bytes of values; the other values go to ``held``."""
-    for tap in recorder.taps:
+def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, RecordedTap]) -> MatchRecord:
+    """The record, with up to ``send`` bytes of values; taps with the others go to ``held``.
+
+    Computed values come first, then weights, small ones first: of large ones few are needed.
+    """
+    for tap in sorted(recorder.taps, key=lambda tap: -1 if tap.digest is None else tap.sketch.numel):
         tap.forget()
         if tap.value is None:
             continue
         size = tap.value.numel() * tap.value.element_size()
-        value = tap.value.cpu()
         if size <= send:
             send -= size
-            tap.value = value
+            tap.value = _value_of(tap)
         else:
-            held[tap.name] = value
+            # A weight is part of the model, so it stays where it is.
+            held[tap.name] = replace(tap, value=tap.value if tap.digest is not None else tap.value.cpu())
             tap.value = None
     return MatchRecord(recorder.taps, recorder.layouts, recorder.skipped, recorder.notes)
 
 
 def recorded_value(name: str) -> Tensor | None:
-    """Return a value that was recorded and not sent; None if there is none."""
-    return _held.get(name)
+    """Return a value that was recorded and not sent; None if there is none, or if its weight has changed since."""
+    return _value_of(_held.get(name))
+
+
+def _value_of(tap: RecordedTap | None) -> Tensor | None:
+    if tap is None or tap.value is None:
+        return None
+    if tap.digest is None:
+        return tap.value.cpu()
+    # Of a copy, because another thread may train the model meanwhile.
+    value = tap.value.cpu().clone()
+    return value if Digest.of(value).whole == tap.digest.whole else None
 
 
 def forget_match() -> None:
     """Release the tensors of a match that has ended."""
     _held.clear()
     _grafts.clear()
+    _sketches.clear()
 
 
 class StepRecord:
@@ -105,7 +123,7 @@ class StepRecord:
 
     def __init__(self, names: Collection[str], budget: int, send: int, pass_on: Callable[..., Any]) -> None:
         self.found: MatchRecord | None = None
-        self.held: dict[str, Tensor] = {}
+        self._held: dict[str, RecordedTap] = {}
         self._names = frozenset(names)
         self._budget, self._send = budget, send
         self._pass_on = pass_on
@@ -113,11 +131,15 @@ class StepRecord:
         # Taps may come from several threads.
         self._lock = threading.RLock()
 
+    def value_held(self, name: str) -> Tensor | None:
+        """See :func:`recorded_value`."""
+        return _value_of(self._held.get(name))
+
     def handler_at(self, step: int) -> TapHandler:
         """Return the tap handler for this step, which begins now. Called once for each step, in order."""
         with self._lock:
             if self.found is None and self._recorder is not None:
-                self.found = _record_of(self._recorder, self._send, self.held)
+                self.found = _record_of(self._recorder, self._send, self._held)
             self._recorder = None if self.found is not None else _MatchRecorder({}, self._budget, step)
         return self
 
@@ -134,8 +156,14 @@ class StepRecord:
 class _MatchRecorder(SketchRecorder):
     """Records this rank's tensors with their layouts, then overwrites those that have a graft."""
 
-    def __init__(self, grafts: Mapping[str, list[MatchGraft]], budget: int, step: int | None = None) -> None:
-        super().__init__(kinds_of_watched(), budget)
+    def __init__(
+        self,
+        grafts: Mapping[str, list[MatchGraft]],
+        budget: int,
+        step: int | None = None,
+        sketches: dict[bytes, Sketch] | None = None,
+    ) -> None:
+        super().__init__(kinds_of_watched(), budget, sketches=sketches)
         self.layouts: dict[str, RankLayout] = {}
         self.notes: list[str] = []
         self._grafts = grafts

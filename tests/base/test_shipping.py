@@ -19,7 +19,7 @@ from kit.support import run_cell
 
 import graftlab as gl
 from graftlab.base import shipping
-from graftlab.base.shipping import LARGE, pack_call, pack_function, pack_result, unpack_call, unpack_result
+from graftlab.base.shipping import LARGE, Packed, pack_call, pack_function, pack_result, unpack_call, unpack_result
 from graftlab.base.sources import install_source
 
 DTYPES = (
@@ -287,6 +287,16 @@ def test_a_call_that_cannot_be_packed_is_named_and_a_large_one_warns_once() -> N
     (warning,) = warned(lambda: made.extend(shipping.pack_together({"the target function": print}, (large,), {})))
     assert str(warning.message).startswith("the target function takes 16 MiB along to every rank, most of it in posit")
     assert warned(lambda: pack_call(print, (made[0], torch.zeros(LARGE // 8)), {})) == []
+
+
+def test_a_large_value_of_the_package_arrives_as_itself_without_a_warning() -> None:
+    large = {"x": torch.arange(LARGE // 4, dtype=torch.float32)}
+    blobs: list[bytes] = []
+    assert warned(lambda: blobs.append(pack_call(print, (Packed.of(large), 5), {}))) == []
+    _, (arrived, five), _ = unpack_call(blobs[0])
+    assert torch.equal(arrived["x"], large["x"])
+    assert five == 5
+    assert len(warned(lambda: pack_call(print, (Packed.of(large), large), {}))) == 1
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

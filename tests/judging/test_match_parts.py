@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,16 +37,19 @@ def test_ranks_hold_one_tensor_if_their_extremes_are_alike() -> None:
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_a_value_is_fetched_from_the_first_rank_of_its_side_that_has_it(side: Any) -> None:
     asked: list[Any] = []
+    state = Mock()
 
     def run(**work: Any) -> Any:
         asked.append({name: (each.func, each.args) for name, each in work.items()})
-        return SimpleNamespace(**{name: [None, torch.ones(3), torch.zeros(3)] for name in work})
+        return SimpleNamespace(_state=state, **{name: [None, torch.ones(3), torch.zeros(3)] for name in work})
 
     match: Any = SimpleNamespace(_session=SimpleNamespace(run=run), _moved=5)
     found = _MatchedRuns._fetch(match, side, "x")
     assert found is not None
     assert (found.tolist(), match._moved) == ([1.0] * 3, 29)
     assert asked == [{side: (recorded_value, ("x",))}]
+    # The session keeps its runs, and would keep as much as the model holds.
+    state.forget_results.assert_called_once_with()
 
 
 def test_taps_of_all_ranks_come_in_one_order() -> None:
@@ -103,6 +107,7 @@ def test_values_that_arrive_with_the_record_are_used_and_forgotten_at_the_end() 
     taps[1].value = None
     record = SimpleNamespace(taps=taps, notes=[], layouts={}, skipped={})
     ended: list[Any] = []
+    state = Mock()
 
     class Session:
         closed = False
@@ -111,7 +116,7 @@ def test_values_that_arrive_with_the_record_are_used_and_forgotten_at_the_end() 
             self.runs = [SimpleNamespace(done=True)]
 
         def start(self, *callees: Any) -> Any:
-            return SimpleNamespace(wait=lambda bar: None, baseline=[record], target=[record])
+            return SimpleNamespace(wait=lambda bar: None, baseline=[record], target=[record], _state=state)
 
         def run(self, *callees: Any) -> None:
             ended.append(callees)

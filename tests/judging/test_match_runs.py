@@ -13,6 +13,7 @@ import torch
 
 import graftlab as gl
 from graftlab.base.progress import reported_to
+from graftlab.plan.pairs import TapCallName
 
 pytestmark = pytest.mark.ranks
 
@@ -117,6 +118,34 @@ def test_beyond_the_budget_values_of_candidates_are_fetched(session: gl.Session)
 
     proposal = match(session, fused, split, args=(3,), sent=1)
     assert partners(proposal) == EXPECTED
+
+
+def with_weights(fused: bool) -> float:
+    """A layer's weights as taps, before what it computes."""
+    into, out = weights(0)[:2]
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(99))
+    q, k, v = into.T.contiguous().chunk(3)
+    for name, weight in {"qkv": into.T, "out": out}.items() if fused else {"q": q, "k": k, "v": v, "o": out}.items():
+        gl.tap(f"{'a' if fused else 'b'}.{name}.weight", weight.contiguous(), kind="param")
+    gl.tap("a.h" if fused else "b.values", x @ out)
+    return 0.0
+
+
+def test_weights_that_are_equal_or_fused_are_paired_without_being_sent(session: gl.Session) -> None:
+    from graftlab.judging.match_runs import match
+
+    # Room for one value, and for nothing else.
+    room = 2 * 5 * 8 * 4
+    proposal = match(session, partial(with_weights, True), partial(with_weights, False), budget=room, sent=room)
+    assert [(TapCallName.of(pair.baseline).name, TapCallName.of(pair.target).name) for pair in proposal.pairs] == [
+        ("a.qkv.weight", "b.q.weight"),
+        ("a.qkv.weight", "b.k.weight"),
+        ("a.qkv.weight", "b.v.weight"),
+        ("a.out.weight", "b.o.weight"),
+        ("a.h", "b.values"),
+    ]
+    # The value of both sides.
+    assert proposal.moved == 2 * room
 
 
 def sharded(layers: int) -> list[float]:

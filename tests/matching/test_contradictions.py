@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from graftlab.errors import LayoutError
 from graftlab.layouts import Layout, parse_layout
 from graftlab.matching.contradictions import (
     fills,
@@ -354,6 +358,39 @@ def test_layouts_that_do_not_fit_a_shape_cover_none_of_it() -> None:
     assert uncovered([first, last], (4, 2)) is None
     assert bool((uncovered([of_three], (4, 2)) == torch.ones(4, 2, dtype=torch.bool)).all())
     assert (fills(last, gap), fills(first, gap), fills(of_three, gap), fills(Layout(), gap)) == (True, *[False] * 3)
+
+
+PARTS = st.builds(
+    "part(dim={}, index={}, of={}, groups={})".format,
+    st.integers(-2, 2),
+    st.integers(0, 1),
+    st.sampled_from([[1, 1], [2, 1], [1, 1, 1, 1]]),
+    st.sampled_from([1, 2]),
+)
+WINDOWS = st.builds(
+    "window(dim={}, start={}, length={})".format, st.integers(-2, 2), st.integers(0, 4), st.integers(1, 4)
+)
+
+
+@given(st.lists(PARTS | WINDOWS, max_size=4))
+def test_what_parts_leave_is_the_same_whatever_dims_they_are_of(texts: list[str]) -> None:
+    layouts, shape = [parse_layout(text) for text in texts], (6, 12)
+    taken = torch.zeros(shape, dtype=torch.bool)
+    for layout in layouts:
+        numbers = torch.arange(taken.numel()).view(shape)
+        with suppress(LayoutError):
+            taken.view(-1)[layout.local(numbers).reshape(-1)] = True
+    gap = uncovered(layouts, shape)
+    assert torch.equal(~taken, torch.zeros(shape, dtype=torch.bool) if gap is None else gap)
+
+
+def test_what_parts_of_a_large_weight_leave_takes_no_mask_of_all_its_elements() -> None:
+    huge = (1 << 20, 1 << 30)
+    parts = [parse_layout(f"part(dim=0, index={index}, of=[1, 1, 1])") for index in (0, 2)]
+    assert uncovered([*parts, parse_layout("part(dim=0, index=1, of=[1, 1, 1])")], (3 << 18, 1 << 30)) is None
+    gap = uncovered([parse_layout("part(dim=0, index=0, of=[1, 1])")], huge)
+    assert gap is not None
+    assert (tuple(gap.shape), int(gap[:, 0].sum())) == (huge, 1 << 19)
 
 
 def test_parts_by_groups_of_heads_are_named_in_layers_with_a_tap_that_does_not_match() -> None:

@@ -144,11 +144,17 @@ def test_a_part_is_found_under_the_rounding_of_another_order_of_sums() -> None:
     assert torch.equal(found.layout.local(whole), layout.local(whole))
 
 
-def test_a_value_has_the_place_of_the_only_near_one() -> None:
-    lookup = Lookup(np.array([5.0, 1.0, 3.0, 3.2]))
+@pytest.mark.parametrize("large", [4, 5])
+def test_a_value_has_the_place_of_the_only_near_one(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.matching.strides._LARGE", large)
+    held = np.array([5.0, 1.0, 3.0, 3.2])
     # Within the tolerance, on either side; in between; with two that are near.
-    places = lookup.unique(np.array([1.05, 0.95, 1.2, 0.8, 3.0]), 0.1)
-    assert places.tolist() == [1, 1, -1, -1, -1]
+    values = np.array([1.05, 0.95, 1.2, 0.8, 3.0])
+    for lookup, (first, second) in ((Lookup(held), (0, 1)), (Lookup(held, np.array([9, 7, 5, 3])), (9, 7))):
+        assert lookup.unique(values, 0.1).tolist() == [second, second, -1, -1, -1]
+        assert lookup.unique(np.array([5.0, 0.0, 1.0]), 0.1).tolist() == [first, -1, second]
+        # All places are only worth sorting in a small tensor.
+        assert ("places" in vars(lookup)) == (large > len(held))
 
 
 @pytest.mark.parametrize("shape", [(6,), (4, 9), (4, 3, 12), (2, 6, 5, 8)])

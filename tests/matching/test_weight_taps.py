@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from graftlab.layouts import parse_layout
+from graftlab.matching import matcher
+from graftlab.matching.digests import Digest
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap
@@ -50,6 +52,64 @@ def test_names_keep_their_tag_and_pairs_the_order_of_the_target() -> None:
         ("x.weight[kind=param]", "u.weight[kind=param]", "exact"),
     ]
     assert (found.problems, found.wrong_weights) == ((), ())
+
+
+def unsent(**tensors: Tensor) -> list[RecordedTap]:
+    """Taps of weights that stayed on their rank."""
+    taps = weights(**tensors)
+    for tap, tensor in zip(taps, tensors.values(), strict=True):
+        tap.digest, tap.value = Digest.of(tensor), None
+    return taps
+
+
+def test_equal_fused_and_split_weights_are_paired_without_their_values() -> None:
+    q, k, v, o = (drawn(rows, 6, seed=rows) for rows in (16, 8, 4, 6))
+    gate, up = drawn(12, 6, seed=30), drawn(12, 6, seed=31)
+
+    def refuse(name: str) -> Tensor:
+        raise AssertionError(f"the value of {name} was fetched")
+
+    found = with_weights(
+        Proposal(()),
+        unsent(q_weight=q, k_weight=k, v_weight=v, o_weight=o, gu_weight=torch.cat([gate, up])),
+        unsent(qkv_weight=torch.cat([q, k, v]), out_weight=o.view(6, 3, 2), g_weight=gate, u_weight=up),
+        refuse,
+        refuse,
+    )
+    assert paired(found) == [
+        ("q.weight", "qkv.weight", "part(index=0, of=[4, 3], dim=0)", "target"),
+        ("k.weight", "qkv.weight", "part(index=1, of=[4, 2, 1], dim=0)", "target"),
+        ("v.weight", "qkv.weight", "part(index=6, of=[1, 1, 1, 1, 1, 1, 1], dim=0)", "target"),
+        ("o.weight", "out.weight", "rearrange('a (b c) -> a b c', c=2)", "baseline"),
+        ("gu.weight", "g.weight", "part(index=0, of=[1, 1], dim=0)", "baseline"),
+        ("gu.weight", "u.weight", "part(index=1, of=[1, 1], dim=0)", "baseline"),
+    ]
+    assert {pair.sureness for pair in found.pairs} == {"exact"}
+    assert (found.unmatched_baseline, found.unmatched_target) == ({}, {})
+
+
+def test_rounded_weights_are_compared_with_few_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "FETCHED", 0)
+    layers = {f"h_{n}_weight": drawn(96, 64, seed=n) for n in range(16)}
+    rounded = {f"l_{n}_weight": layers[f"h_{n}_weight"].bfloat16() for n in range(16)}
+    held = {f"{name.replace('_', '.')}[kind=param]": each for name, each in (layers | rounded).items()}
+    asked: list[str] = []
+
+    def fetch(name: str) -> Tensor:
+        asked.append(name)
+        return held[name]
+
+    found = with_weights(Proposal(()), unsent(**layers), unsent(**rounded), fetch, fetch)
+    assert paired(found) == [(f"h.{n}.weight", f"l.{n}.weight", "same", "baseline") for n in range(16)]
+    assert len(asked) < 3 * 16
+
+
+def test_a_value_that_no_rank_has_is_asked_for_once() -> None:
+    asked: list[str] = []
+    ours, theirs = unsent(a_weight=drawn(8, 6), b_weight=drawn(8, 6) + 1e-9), unsent(c_weight=drawn(8, 6) * 1.001)
+    found = with_weights(Proposal(()), ours, theirs, lambda name: asked.append(name), lambda name: asked.append(name))
+    assert sorted(asked) == ["a.weight[kind=param]", "b.weight[kind=param]", "c.weight[kind=param]"]
+    assert len(found.pairs) == 1
 
 
 def test_a_side_without_weights_leaves_those_of_the_other_unmatched() -> None:

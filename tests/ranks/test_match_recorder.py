@@ -14,6 +14,9 @@ from kit.grafters import StandInGrafter, become_rank
 
 import graftlab as gl
 from graftlab.layouts import parse_layout
+from graftlab.matching import recorded_taps
+from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.matching.sketch import sketch_of
 from graftlab.ranks import match_recorder
 from graftlab.ranks.match_recorder import (
     MatchGraft,
@@ -75,12 +78,74 @@ def test_values_are_sent_up_to_a_limit_and_the_others_held_for_later_calls() -> 
 def test_values_of_a_device_are_sent_or_held_on_the_host(send: int) -> None:
     on_host = torch.ones(2)
     on_device = Mock(numel=lambda: 2, element_size=lambda: 4, cpu=lambda: on_host)
-    tap: Any = SimpleNamespace(name="x", value=on_device, forget=Mock())
+    tap = RecordedTap.of("x", on_host)
+    assert tap.elements is not None
+    tap.value = on_device
     recorder: Any = SimpleNamespace(taps=[tap], layouts={}, skipped={}, notes=[])
-    held: dict[str, torch.Tensor] = {}
+    held: dict[str, RecordedTap] = {}
     (found,) = match_recorder._record_of(recorder, send, held).taps
-    assert (found.value, held.get("x")) == ((on_host, None) if send else (None, on_host))
-    tap.forget.assert_called_once_with()
+    kept = held["x"].value if held else None
+    assert (found.value, kept) == ((on_host, None) if send else (None, on_host))
+    assert "elements" not in vars(found)
+
+
+def tap_weight(name: str, weight: torch.Tensor) -> None:
+    gl.tap(name, weight, kind="param")
+
+
+def test_weights_beyond_what_is_sent_stay_where_they_are_and_take_nothing_from_the_budget() -> None:
+    weight = torch.arange(8.0)
+
+    def code() -> None:
+        tap_weight("w", weight)
+        gl.tap("x", X)
+
+    found = record(code, budget=X.nbytes, send=X.nbytes)
+    # Values that are computed come first: a weight can be fetched later too.
+    assert values(found) == {"w[kind=param]": None, "x": X.tolist()}
+    fetched = recorded_value("w[kind=param]")
+    assert fetched is not None
+    assert fetched.tolist() == weight.tolist()
+    assert fetched.data_ptr() != weight.data_ptr()
+
+
+def test_a_weight_that_was_not_copied_has_no_value_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_taps, "COPIED_WEIGHTS", 0)
+    weight = torch.arange(8.0)
+    record(lambda: tap_weight("w", weight), send=0)
+    assert recorded_value("w[kind=param]") is not None
+    weight[2] = 2.5
+    assert recorded_value("w[kind=param]") is None
+    # One that has changed within the run is not sent either.
+    found = record(lambda: (tap_weight("w", weight), weight.add_(1)))
+    assert values(found) == {"w[kind=param]": None}
+
+
+def test_a_copied_weight_has_its_value_of_the_run_even_if_training_changes_it() -> None:
+    weight = torch.arange(8.0)
+    found = record(lambda: (tap_weight("w", weight), weight.add_(1)))
+    assert values(found) == {"w[kind=param]": list(range(8))}
+    held = record(lambda: (tap_weight("w", weight), weight.add_(1)), send=0)
+    assert values(held) == {"w[kind=param]": None}
+    fetched = recorded_value("w[kind=param]")
+    assert fetched is not None
+    assert fetched.tolist() == list(range(1, 9))
+
+
+def test_an_unchanged_weight_is_sketched_once_in_all_runs_of_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(recorded_taps, "sketch_of", lambda value: made.append(value.numel()) or sketch_of(value))
+    weight = torch.arange(8.0)
+    found = [record(lambda: tap_weight("w", weight)).taps[0] for _ in range(2)]
+    assert made == [8]
+    assert found[0].sketch is found[1].sketch
+    weight[0] = -3.0
+    (changed,) = record(lambda: tap_weight("w", weight)).taps
+    assert made == [8, 8]
+    assert changed.sketch.quantiles[0] == -3.0
+    forget_match()
+    record(lambda: tap_weight("w", weight))
+    assert made == [8, 8, 8]
 
 
 def test_beyond_the_budget_taps_are_recorded_without_their_values() -> None:
@@ -230,6 +295,9 @@ def test_the_first_step_under_a_plan_is_recorded_under_the_names_in_pairs() -> N
     assert passed == ["x"]
     found: Any = record.found
     assert values(found) == {"x": X.tolist(), "y": None}
-    assert record.held["y"].tolist() == X.tolist()
+    held = record.value_held("y")
+    assert held is not None
+    assert held.tolist() == X.tolist()
+    assert record.value_held("x") is None
     record.handler_at(7)
     assert record.found is found
