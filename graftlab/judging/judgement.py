@@ -84,6 +84,7 @@ from graftlab.verdict.model_data import (
     differing_rows,
     differing_weights,
     input_names,
+    nearly_equal_weights,
     unequal_weights,
 )
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, SettingsDifference, settings_difference
@@ -234,6 +235,7 @@ class Judgement:
         if naming.clears:
             # What follows may dilute the difference, as a residual stream does.
             without_output += not_adding_up(sums)
+            without_output += self._nearly_equal_weights(evidence, naming, unexplained)
         mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
@@ -698,6 +700,17 @@ class Judgement:
                 "compiled or cannot be followed operation by operation."
             )
         return on_unseen_choices(distance, evidence.compared, self._threshold)
+
+    def _nearly_equal_weights(self, evidence: Evidence, naming: Naming, unexplained: Sequence[str]) -> list[str]:
+        """A sentence that replaces the one on weights, if they differ by little and nothing else does."""
+        near = nearly_equal_weights(evidence.compared, self._threshold)
+        only_weights = all(line.startswith(BEGINNINGS["param"]) for line in naming.data)
+        differs = unexplained or naming.maybe_explained or naming.following
+        # Lent weights were lent because the results differ.
+        if near is None or not only_weights or differs or self._weights or naming.job_remarks is not None:
+            return []
+        naming.data = []
+        return [near]
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 
