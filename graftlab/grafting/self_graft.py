@@ -383,7 +383,8 @@ def is_mask(value: torch.Tensor) -> bool:
 
     Code that computes ``(mask - 1) * 1e9`` makes a large number of one unit in a mask's last place.
     """
-    if not value.is_floating_point():
+    # Few of the numbers in 8 bits are moved anyway, and not all of those dtypes can be compared.
+    if not value.is_floating_point() or value.element_size() < 2:
         return False
     flat = value.detach().reshape(-1)
     # Nearly all other tensors are told by their first numbers.

@@ -104,6 +104,7 @@ def test_a_mask_whose_smallest_change_would_excuse_anything_is_not_moved() -> No
         torch.zeros(100).index_fill(0, torch.tensor(99), 2),
     ):
         assert not is_mask(other)
+    assert not is_mask(torch.zeros(4, dtype=torch.uint8).view(torch.float8_e4m3fn))
 
 
 # ---- what is added --------------------------------------------------------------------------------------------------
