@@ -2,8 +2,9 @@
 
 The code runs once, and every tap is recorded. It runs again, and must show the same values. Then it runs with each tap
 overwritten by its own record, moved by one unit in the last place up or down at random: a tap's difference from its
-record is then the effect of rounding before it. Taps that the other side does not have are moved and not overwritten,
-so that rounding before them adds up as it does in the target. All of this happens on the rank, without the other side.
+record is then the effect of rounding before it. Only masks are not moved. Taps that the other side does not have are
+moved and not overwritten, so that rounding before them adds up as it does in the target. All of this happens on the
+rank, without the other side.
 """
 
 from __future__ import annotations
@@ -354,7 +355,7 @@ class SelfGrafter(CountingHandler):
         self.rows.append(_added(recorded, value, own))
         other = self._dtype_of(place[0])
         value = value if self._resets and other is not None else own.detach()
-        if not self._moves:
+        if not self._moves or is_mask(value):
             return value
         # Seeded by the tap's position, so that ranks with copies of one value move them alike.
         seed = self._seed + 7919 * len(self.rows)
@@ -375,6 +376,22 @@ def _few_moved(value: torch.Tensor, distance: float, seed: int) -> torch.Tensor:
     # As bytes, because torch selects among few dtypes of 8 bits.
     result, own = (each.contiguous().view(torch.uint8) for each in (moved(value, value.dtype, seed), value))
     return torch.where(few.to(value.device), result, own).view(value.dtype)
+
+
+def is_mask(value: torch.Tensor) -> bool:
+    """Whether floating-point numbers are all 0 or 1, as those of a mask are, which no rounding moves.
+
+    Code that computes ``(mask - 1) * 1e9`` makes a large number of one unit in a mask's last place.
+    """
+    # Few of the numbers in 8 bits are moved anyway, and not all of those dtypes can be compared.
+    if not value.is_floating_point() or value.element_size() < 2:
+        return False
+    flat = value.detach().reshape(-1)
+    # Nearly all other tensors are told by their first numbers.
+    return all(bool(((part == 0) | (part == 1)).all()) for part in (flat[:_FIRST], flat))
+
+
+_FIRST = 64
 
 
 def moved(value: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -50,7 +50,14 @@ from graftlab.verdict.first_step import (
 )
 from graftlab.verdict.free_running import held_choices, runs_freely
 from graftlab.verdict.lines import DifferingLine, explained_by_code
-from graftlab.verdict.model_data import BELOW, differing_rows, differing_weights, unequal_weights
+from graftlab.verdict.model_data import (
+    BEGINNINGS,
+    BELOW,
+    differing_rows,
+    differing_weights,
+    nearly_equal_weights,
+    unequal_weights,
+)
 from graftlab.verdict.origins import ErrorOrigins
 from graftlab.verdict.outdated_pairs import (
     OutdatedPair,
@@ -109,6 +116,8 @@ class Judgement:
         has_taps = bool(measurement.split) or len(evidence.compared) > 0
         unexplained, without_output, written = self._unexplained(evidence, naming, has_taps=has_taps)
         without_output += self._why_not_cleared(naming, measurement.sums)
+        if naming.clears:
+            without_output += self._nearly_equal_weights(evidence, naming, unexplained)
         mechanisms = Mechanisms(self._runs, evidence.one_sided)
         origins = self._origins(evidence, naming, mechanisms)
         swaps = Swaps(self._runs, evidence.measured, evidence.selves, evidence.floors, evidence.one_sided)
@@ -360,6 +369,17 @@ class Judgement:
                 "compiled or cannot be followed operation by operation."
             )
         return on_unseen_choices(distance, evidence.compared, self._threshold)
+
+    def _nearly_equal_weights(self, evidence: Evidence, naming: Naming, unexplained: Sequence[str]) -> list[str]:
+        """A sentence that replaces the one on weights, if they differ by little and nothing else does."""
+        near = nearly_equal_weights(evidence.compared, self._threshold)
+        only_weights = all(line.startswith(BEGINNINGS["param"]) for line in naming.data)
+        differs = unexplained or naming.maybe_explained or naming.following
+        # Lent weights were lent because the results differ.
+        if near is None or not only_weights or differs or evidence.weights or naming.job_remarks is not None:
+            return []
+        naming.data = []
+        return [near]
 
     # ---- the cause ----------------------------------------------------------------------------------------------
 

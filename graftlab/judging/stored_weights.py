@@ -20,6 +20,8 @@ from graftlab.verdict.added import coarser_dtype, measured_rows
 _MOST = 16 << 20
 """The most numbers of weights that are looked at."""
 _OF_32_BITS = 1e-6
+_BETTER = 0.01
+"""A weight in another form is right if its module is off by less than this part of what the baseline's would cause."""
 
 
 def stored_otherwise(
@@ -30,7 +32,7 @@ def stored_otherwise(
     ``rows`` are those of all weights that differ; ``agrees`` says that the results agree. All numbers of a weight must
     have one form, equal in all layers, so that numbers which this call does not read have it too. Each must matter:
     with the baseline's weight, and all taps grafted, the output of its module differs. If the results differ, it must
-    agree with the target's own weight; weights for which this is not so are left out.
+    agree with the target's own weight, or nearly so; weights for which this is not so are left out.
     """
     if not rows or sum(row["numel"] for row in rows) > _MOST:
         return {}
@@ -42,16 +44,18 @@ def stored_otherwise(
             return {}
         moved = _moved(runs.both("what each tap adds with the baseline's weights", RunFilters(b2t="True")), threshold)
         runs.return_weights()
-        wrong = set()
+        own: dict[tuple[str, int], float] = {}
         if not agrees:
-            wrong = _moved(runs.both("what each tap adds with its own weights", RunFilters(b2t="True")), threshold)
+            own = _moved(runs.both("what each tap adds with its own weights", RunFilters(b2t="True")), threshold)
     except GraftError as error:
         if isinstance(error, VerdictAbandoned) or runs.session.closed:
             raise
         return {}
     finally:
         runs.return_weights()
-    unproven = {group_of(row["name"]) for row, _ in formed if _module(row) not in moved - wrong}
+    # Rounding may be amplified before a module, and its code may be slightly wrong, but not with the right weight.
+    needed = {tap for tap, off in moved.items() if own.get(tap, 0.0) <= _BETTER * off}
+    unproven = {group_of(row["name"]) for row, _ in formed if _module(row) not in needed}
     if agrees and unproven:
         return {}
     return {row["name"]: form for row, form in formed if group_of(row["name"]) not in unproven}
@@ -140,11 +144,13 @@ def _roll(baseline: torch.Tensor, target: torch.Tensor) -> tuple[int, int] | Non
     return None
 
 
-def _moved(grafted: pd.DataFrame, threshold: float) -> set[tuple[str, int]]:
-    """The taps, with their ranks, that differ by more than rounding in a run in which every tap was grafted."""
-    found = set()
+def _moved(grafted: pd.DataFrame, threshold: float) -> dict[tuple[str, int], float]:
+    """How far the taps, by name and rank, differ in a run in which every tap was grafted, if by more than rounding."""
+    found: dict[tuple[str, int], float] = {}
     for row in measured_rows(grafted):
         limit = threshold * assumed_floor([row["dtype"]])[0]
-        if row["nonfinite_differ"] or (row["rel_l2"] is not None and row["rel_l2"] > limit):
-            found.add((row["name"], row["rank"]))
+        off = math.inf if row["nonfinite_differ"] else row["rel_l2"]
+        if off is not None and off > limit:
+            tap = row["name"], row["rank"]
+            found[tap] = max(off, found.get(tap, 0.0))
     return found

@@ -241,7 +241,10 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
             # The usual pairs are among these.
             if pair.target in targets or 2 * odd[key] > len(usual):
                 continue
-            if key[2] == layers_of(example.baseline):
+            rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))
+            expected = next((rule.baseline_for(pair.target) for rule in rules), None)
+            # A module and the one after it in a sequence, which only moves dims, have the same values.
+            if key[2] == layers_of(example.baseline) and expected in (None, pair.baseline):
                 text = (
                     f"{pair.target} is {pair.baseline} in the layout {pair.layout.text!r}, where {len(usual)} others "
                     f"like it are in the layout {example.layout.text!r}"
@@ -251,8 +254,6 @@ def odd_layouts(pairs: Sequence[Pair], baseline: Collection[str]) -> list[Contra
             if key in regular:
                 continue
             # Another result of the same module is no further layer of this one.
-            rules = (rule for rule in rules_of(usual) if rule.covers(pair.target))
-            expected = next((rule.baseline_for(pair.target) for rule in rules), None)
             others = partners.get(expected, set()) - {pair.target} if expected is not None else set()
             # All layers may share a tap without a layer, such as a table of angles that the model has twice.
             shared = expected is not None and layer_of(expected) is None

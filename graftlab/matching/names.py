@@ -173,6 +173,8 @@ _LAST = {
     "moving_mean": "the running mean",
     "moving_variance": "the running variance",
 }
+STATISTICS = ("the running mean", "the running variance")
+"""The roles of what a batch norm averages over batches."""
 _SEPARATORS = re.compile("[./]")
 # For fused tensors: the roles of the parts, in order.
 _FUSED: list[tuple[re.Pattern[str], tuple[str, ...]]] = [

@@ -21,7 +21,7 @@ from graftlab.matching.contradictions import first_taps, uncovered
 from graftlab.matching.heads import odd_heads
 from graftlab.matching.matcher import Matcher
 from graftlab.matching.mistakes import TRANSPOSED, misplaced, odd_transpositions
-from graftlab.matching.names import last_role, layers_of, module_of
+from graftlab.matching.names import STATISTICS, last_role, layers_of, module_of
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
@@ -298,11 +298,25 @@ class _WeightsOfModules:
             # A convolution that contains a batch norm has the norm's output, but its bias is not the norm's.
             if not is_part and any(mine.sketch.numel != tap.sketch.numel for mine, tap in alike):
                 continue
+            if not is_part and self._are_merged(ours[one], theirs[other], outputs):
+                continue
             for mine, tap in alike:
                 if is_part:
                     self._add_part(mine, tap, other)
                 elif not self._matcher.has(mine.name, "baseline") and not self._matcher.has(tap.name, "target"):
                     self._add_whole(mine, tap, usual)
+
+    def _are_merged(self, ours: Sequence[RecordedTap], theirs: Sequence[RecordedTap], outputs: Pair) -> bool:
+        """Whether one module has several weights of the other in one, as where a batch norm's statistics are in its
+        factors.
+
+        Then it has fewer, and what is left of them has other values than its namesake, and is right.
+        """
+        mine = [tap for tap in ours if not self._matcher.has(tap.name, "baseline")]
+        other = [tap for tap in theirs if not self._matcher.has(tap.name, "target")]
+        left = [[tap for tap in taps if tap.dtype.is_floating_point] for taps in (mine, other)]
+        averaged = [any(last_role(tap.name) in STATISTICS for tap in taps) for taps in left]
+        return averaged[0] != averaged[1] or (outputs.by_value and len(left[0]) != len(left[1]))
 
     def _add_whole(self, mine: RecordedTap, tap: RecordedTap, usual: Counter[tuple[int, str]]) -> None:
         if layouts := plain_layouts(mine, tap):

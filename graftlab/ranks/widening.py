@@ -12,6 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from graftlab.base.free_memory import free_bytes
 from graftlab.errors import SessionError
+from graftlab.grafting.self_graft import is_mask
 from graftlab.ranks.state_snapshot import own_part
 from graftlab.taps.untraced import UntracedMode
 
@@ -173,6 +174,8 @@ class TrialOfRanks(UntracedMode):
 
 
 def rounded_at_random(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers in float32, each moved at random by at most four roundings to a dtype of 16 bits."""
+    """Numbers in float32, each moved at random by at most four roundings to a dtype of 16 bits; a mask stays."""
+    if is_mask(numbers):
+        return numbers.float()
     drawn = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(numbers.device)
     return numbers.float() * (1 + 2 * torch.finfo(dtype).eps * (2 * drawn - 1))

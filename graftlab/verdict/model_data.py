@@ -12,7 +12,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import group_of, in_layers, is_data, is_output, kind_of
 from graftlab.base.text import first_of, listed, numbered
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import coarser_dtype, records
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SettingsDifference
@@ -25,6 +25,8 @@ BEGINNINGS = {
 }
 """How the sentence on each kind of data begins."""
 _MOST_SHOWN = 6
+# The angles of the last positions in a table are off by more than those of most.
+_OF_ONE_NUMBER = 10
 # The roundoff of float32 is below, those of bfloat16 and float16 are above.
 _OF_LOW_PRECISION = 1e-5
 
@@ -301,6 +303,31 @@ def _differs(row: Mapping[str, Any], threshold: float) -> bool:
         # A single row may differ a lot, and still be small beside all others.
         return bool(distance > rounding or row["max_abs"] > 2.02 * rounding * largest)
     return bool(distance > threshold * rounding)
+
+
+def nearly_equal_weights(compared: pd.DataFrame, threshold: float) -> str | None:
+    """A sentence if weights differ, and all of them by little more than one rounding, though not of 16 bits.
+
+    Two sides that compute a table differently, such as that of sinusoidal positions, have such weights.
+    """
+    groups = _weights(compared, threshold)
+    if not groups or not all(_nearly_equal(row) for rows in groups.values() for row in rows):
+        return None
+    return (
+        f"{BEGINNINGS['param']}: {_listed(groups, {})}. That is little more than rounding, and nothing else differs. "
+        "A table that each side computes by itself may round so, and so may merged weights, but a slightly wrong "
+        "constant looks the same. Give both sides the same numbers to find out."
+    )
+
+
+def _nearly_equal(row: Mapping[str, Any]) -> bool:
+    if row["cast"] is not None or row["nonfinite_differ"] or quantised_pair(row) is not None:
+        return False
+    limit, _ = assumed_floor([row["dtype"]])
+    largest = max(abs(row["min_baseline"]), abs(row["max_baseline"]))
+    # One wrong number among many moves the norm by little.
+    is_near = row["rel_l2"] <= limit and row["max_abs"] <= _OF_ONE_NUMBER * limit * largest
+    return bool(is_near and 0 < roundoff(row["dtype"]) <= _OF_LOW_PRECISION)
 
 
 def unequal_weights(compared: pd.DataFrame, differing: Collection[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.diffs.results import named_tensors
-from graftlab.grafting.self_graft import SelfGraft, changed_results, graft_self, moved, without_dependents
+from graftlab.grafting.self_graft import SelfGraft, changed_results, graft_self, is_mask, moved, without_dependents
 from graftlab.taps import calls
 from graftlab.taps.watch import watch
 
@@ -83,6 +84,27 @@ def test_both_parts_of_a_complex_number_move() -> None:
     off = moved(x, torch.float32, 0) - x
     assert (off.real.abs() > 0).all()
     assert (off.imag.abs() > 0).all()
+
+
+def test_a_mask_whose_smallest_change_would_excuse_anything_is_not_moved() -> None:
+    """``(mask - 1) * 1e9`` makes a hundred of one unit in the last place, and the floor would be the whole value."""
+
+    def attend(kept: int) -> torch.Tensor:
+        mask = gl.tap("mask", (torch.arange(200) < kept).float())
+        scores = gl.tap("scores", torch.linspace(-2, 2, 200))
+        return gl.tap("p", (scores + (mask - 1) * 1e9).softmax(0))
+
+    for kept in (150, 200):
+        assert 0 < by_name(graft(partial(attend, kept)).added)["p"].rel_l2 < 1e-6
+    assert is_mask(torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16))
+    assert is_mask(torch.zeros(0))
+    for other in (
+        torch.tensor([0.0, 1.0, 0.5]),
+        torch.tensor([0, 1]),
+        torch.zeros(100).index_fill(0, torch.tensor(99), 2),
+    ):
+        assert not is_mask(other)
+    assert not is_mask(torch.zeros(4, dtype=torch.uint8).view(torch.float8_e4m3fn))
 
 
 # ---- what is added --------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def plant(fault: str, net: nn.Sequential) -> None:
         net[1].spare.weight.mul_(2)
     if "slightly" in fault:
         net[1].norm.weight[0] *= 1 + 3e-6
+    if "barely" in fault:
+        net[1].up.bias[0] += 2.5e-7
     if "one norm" in fault:
         net[0].norm.weight[0] += 1e-3
     if "factor" in fault:
@@ -166,3 +168,15 @@ def test_weights_of_another_form_that_are_not_read_or_wrong_still_differ(session
     verdict = session.verdict(call, call, args=(fault,))
     assert "already differ: " in verdict.text
     assert "in another form" not in verdict.text
+
+
+def test_weights_that_differ_by_little_alone_are_doubtful(
+    session: gl.Session,
+) -> None:
+    findings = session.verdict(call, call, args=("barely",)).findings
+    assert not findings.data
+    assert findings.without_output[0].startswith("The weights already differ: layers.*.up.bias in layer 1")
+    for more in ("barely, and code", "barely, and spare"):
+        findings = session.verdict(call, call, args=(more,)).findings
+        assert findings.data
+        assert not findings.without_output

@@ -330,6 +330,15 @@ def test_the_partner_of_a_second_result_is_not_odd_beside_those_of_the_first() -
     assert odd.tap == "layers.4[0]"
 
 
+def test_the_next_module_in_a_sequence_may_have_equal_values_in_another_layout() -> None:
+    """A sequence of a transpose, a batch norm and a transpose shows the same values twice."""
+    turned = parse_layout("a b c -> a c b")
+    norms = [Pair(f"layers.{n}.norm.1", f"blocks.{n}.n", turned) for n in (1, 2)]
+    assert odd_layouts([*norms, Pair("layers.0.norm.2", "blocks.0.n")], []) == []
+    (odd,) = odd_layouts([*norms, Pair("layers.0.norm.1", "blocks.0.n")], [])
+    assert odd.tap == "blocks.0.n"
+
+
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []

@@ -23,7 +23,8 @@ def weights(**tensors: Tensor) -> list[RecordedTap]:
     """Taps of weights; ``a_weight`` is the one of module ``a``."""
     found = []
     for order, (name, tensor) in enumerate(tensors.items()):
-        tap = RecordedTap.of(f"{name.replace('_', '.')}[kind=param]", tensor, order=order)
+        path = name.replace("_", ".").replace("running.", "running_")
+        tap = RecordedTap.of(f"{path}[kind=param]", tensor, order=order)
         tap.tags = {"kind": "param"}
         found.append(tap)
     return found
@@ -36,6 +37,7 @@ def paired(proposal: Proposal) -> list[tuple[str, str, str, str]]:
 
 
 OUTPUTS = Proposal((Pair("a", "b"),))
+BY_RULE = Proposal((Pair("a", "b", sureness="rule"),))
 
 
 def outputs_of_parts(*modules: str) -> Proposal:
@@ -172,6 +174,27 @@ def test_a_bias_is_not_paired_where_the_weight_beside_it_is_another_kind() -> No
     assert {pair.target.partition("[")[0] for pair in found.pairs} == {"b", "b.bias", "b.weight"}
     theirs = weights(b_bias=folded, b_weight=drawn(4, 6, seed=3))
     assert with_weights(OUTPUTS, ours, theirs).pairs == OUTPUTS.pairs
+
+
+def test_factors_with_a_batch_norms_statistics_in_them_are_not_its_weight() -> None:
+    factors = {"a_weight": drawn(6)}
+    norm = {**factors, "a_running_var": drawn(6, seed=1)}
+    other = {"b_weight": drawn(6, seed=2)}
+    for outputs in (OUTPUTS, BY_RULE):
+        assert paired(with_weights(outputs, weights(**norm), weights(**other))) == []
+        assert paired(with_weights(outputs, weights(**factors), weights(**other, b_running_var=drawn(6, seed=1)))) == []
+    both = with_weights(BY_RULE, weights(**norm), weights(**other, b_running_var=drawn(6, seed=3)))
+    assert paired(both) == [("a.weight", "b.weight", "same", "baseline")]
+
+
+def test_a_module_of_fewer_weights_and_the_same_output_has_merged_them() -> None:
+    ours, merged = weights(a_weight=drawn(6), a_gain=drawn(6, seed=1)), weights(b_weight=drawn(6, seed=2))
+    assert paired(with_weights(OUTPUTS, ours, merged)) == []
+    # Where the outputs differ, the weight may be wrong.
+    assert [pair[:2] for pair in paired(with_weights(BY_RULE, ours, merged))] == [("a.weight", "b.weight")]
+    # A weight with a partner by value is in no other.
+    gain = weights(b_weight=drawn(6, seed=2), b_gain=drawn(6, seed=1))
+    assert ("a.weight", "b.weight") in {pair[:2] for pair in paired(with_weights(OUTPUTS, ours, gain))}
 
 
 def test_square_weights_lie_as_most_weights_of_the_model_do() -> None:

@@ -15,6 +15,7 @@ from graftlab.verdict.model_data import (
     input_names,
     inputs_of_later_calls,
     misplaced_weights,
+    nearly_equal_weights,
     unequal_weights,
     weights_to_lend,
 )
@@ -259,3 +260,20 @@ def test_settings_with_each_others_values_are_no_misplaced_weights() -> None:
     many = [of(f"n{place}", "param", place + 1.0, 10.0 - place) for place in range(10)]
     assert misplaced_weights(to_frame(many), 5.0)[0].endswith("n2 is the baseline's n7 and 7 more.")
     assert misplaced_weights(to_frame([of("lr", "optimizer", 1.0, 2.0), of("eps", "optimizer", 2.0, 1.0)]), 5.0) == []
+
+
+def test_a_table_that_differs_by_little_more_than_rounding_is_nearly_equal() -> None:
+    said = nearly_equal_weights(weight("float32", 1.2e-6, 2e-5), 5.0)
+    assert said is not None
+    assert said.startswith("The weights already differ: up.weight (rel_l2 1.2e-06). That is little more than rounding")
+    assert nearly_equal_weights(weight("float32", 1e-7), 5.0) is None
+    # One number of many, a larger distance, a dtype of 16 bits, another dtype, a NaN.
+    for differing in (
+        weight("float32", 1.2e-6, 2e-4),
+        weight("float32", 2e-5),
+        weight("bfloat16", 0.5, 0.5),
+        weight("float32", 8e-6, cast="float64 -> float32"),
+        weight("float32", 1.2e-6).assign(nonfinite_differ=1),
+        pd.concat([weight("float32", 1.2e-6), weight("float32", 0.1).assign(name="down.weight")]),
+    ):
+        assert nearly_equal_weights(differing, 5.0) is None
