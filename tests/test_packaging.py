@@ -381,7 +381,10 @@ def test_the_doctor_finds_what_is_missing_and_how_to_mend_it(
     missing = {
         "kernel": ("torch operations (slower): no C compiler", f"install a C compiler, then: {built}"),
         "code editor": ("not built; a plain text area replaces it", f"install npm, then: {built}"),
-        "front end": ("no-such-package not found", "if JupyterLab runs in this environment: pip install no-such-package"),
+        "front end": (
+            "no-such-package not found",
+            "if JupyterLab runs in this environment: pip install no-such-package",
+        ),
     }
     for name, (what, remedy) in missing.items():
         assert re.search(rf"^ ! {name} +{re.escape(what)}\n +{re.escape(remedy)}$", said, re.MULTILINE), name

@@ -63,9 +63,9 @@ def test_a_layer_whose_layout_differs_from_the_others_is_reported() -> None:
 def test_a_layout_that_no_other_tap_needs_is_reported_by_the_first_name_of_the_value() -> None:
     pairs = [{"baseline": "h", "target": target, "layout": "a b -> b a"} for target in ("late", "early")]
     assert said_of(pairs, [4, 4]) == [
-        "The plan's pairs contradict their names or each other: late is compared in the layout 'a b -> b a', though both "
-        "shapes are equal and no other tap needs one. They are compared as the plan says. If the target mixes them up, "
-        "a difference is named in the code that reads them."
+        "The plan's pairs contradict their names or each other: late is compared in the layout 'a b -> b a', though "
+        "both shapes are equal and no other tap needs one. They are compared as the plan says. If the target mixes "
+        "them up, a difference is named in the code that reads them."
     ]
     # Several values in one order are a convention; another shape needs a layout.
     assert said_of([*pairs, {"baseline": "i", "target": "x", "layout": "a b -> b a"}], [4, 4]) == []
