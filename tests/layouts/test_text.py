@@ -158,6 +158,7 @@ FAULTS = [
         "^",
     ),
     ("shard(dim=0, blocks=[], replicas=[])", "blocks has at least one number", "^"),
+    ("sketch(size=65537, of=[2])", "size is 65,537, and at most 65,536 sums stand for a tensor", "^"),
     ("part(index=2, of=[1, 1])", "index must be one of 0..1, not 2", "^"),
     ("part(index=0.0, of=[1, 1])", "index must be one of 0..1, not 0.0", "^"),
     ("part(index=0, of=[1, 0])", "each number in of must be an int of at least 1, not 0", "^"),
