@@ -247,8 +247,6 @@ def test_a_line_that_cannot_be_followed_is_refused(
 NO_PLACE = (
     "is not a place to run a cell; use one of baseline, target, both, transform, baseline[0], target[0], target[1]"
 )
-    "is not a place to run a cell; use one of baseline, target, both, transform, baseline[0], target[0], target[1]"
-)
 
 # A line, the cell below it, and all of what is said.
 REFUSED: list[tuple[str, str | None, str]] = [
