@@ -279,7 +279,9 @@ def test_the_summary_counts_each_kind_of_score_apart() -> None:
 
     def scored(number: int, is_control: bool, **more: Any) -> Any:
         # Each has its own count, and no two counts are equal.
-        counts = {"exact": 6, "first_right": 5, "honest": 3, "silent": 2} if not is_control else {"exact": 4, "alarm": 1}
+        counts = (
+            {"exact": 6, "first_right": 5, "honest": 3, "silent": 2} if not is_control else {"exact": 4, "alarm": 1}
+        )
         known: dict[str, Any] = dict.fromkeys(("exact", "first_right", "honest", "silent", "alarm"), False)
         known |= {name: number < count for name, count in counts.items()}
         innocents = {"x", "y"} if number < 4 and not is_control else set()
