@@ -49,7 +49,7 @@ def failed(message: str = "no", kind: str = "ValueError") -> RunDone:
 ENDED = RunDone(3, None, None)
 
 
-def test_of_output_that_nobody_reads_the_newest_ten_thousand_pieces_stay() -> None:
+def test_unread_output_is_limited_to_its_newest_ten_thousand_pieces() -> None:
     state, ranks = state_of()
     for number in range(10_002):
         state.note_output(ranks[0], cast("Any", number))
