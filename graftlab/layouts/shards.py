@@ -163,7 +163,9 @@ class Shard:
             return before
         dim = dim_of(self.dim, before, self.text)
         held = self.segments(before.shape[dim], ranks, at.lengths)
-        pieces = [before.narrow(dim, first, last - first) for first, last in held[at.coordinate(self.mesh)]]
+        # A batch without sequences has no segments.
+        segments = held[at.coordinate(self.mesh)] or [(0, 0)]
+        pieces = [before.narrow(dim, first, last - first) for first, last in segments]
         piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
         widest = max(_extent(segments) for segments in held)
         if not self.padded or piece.shape[dim] == widest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import types
 from typing import Any
 
@@ -27,7 +28,8 @@ class Mismatched(nn.Module):
 def error() -> RunError:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         Mismatched()(torch.ones(2, 4))
-    return RunError(f"run 0 failed on target[0]\n\n{user_traceback(caught.value)}")
+    # A page would take the name of a module's code for markup.
+    return RunError(f"run 0 failed on target[0], <module>\n\n{user_traceback(caught.value)}")
 
 
 def test_frames_of_torch_are_one_line_each_time(error: RunError) -> None:
@@ -53,8 +55,13 @@ def test_a_notebook_shows_the_whole_traceback_behind_a_line(error: RunError, mon
     assert "_call_impl" not in shown
     assert error._render_traceback_() == [shown]
     [data] = published
-    assert data["text/html"].startswith("<details><summary>the whole traceback, with ")
-    assert "in _call_impl" in data["text/html"]
+    _, hidden = without_torch(str(error))
+    title = f"the whole traceback, with {hidden} frames of torch"
+    whole = html.escape(f"RunError: {error}")
+    assert data == {
+        "text/html": f"<details><summary>{title}</summary><pre>{whole}</pre></details>",
+        "text/plain": title,
+    }
     # Without frames of torch, and in a terminal, nothing is folded.
     assert RunError("a rank died")._render_traceback_() == ["RunError: a rank died"]
     shell.kernel = None

@@ -306,6 +306,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_blamed() -> None:
     found = judge_gradients(rows, [ours], [theirs], {})
     assert found.sentences == ()
     assert found.unseen == ("the gradients of b, which are barely above rounding noise.",)
+    # Each is named once, on however many ranks it is so.
+    both = [row(name, rank, *pair) for rank in (0, 1) for name, pair in (("w", (large, large)), ("b", (noise, other)))]
+    assert judge_gradients(both, [ours] * 2, [theirs] * 2, {}).unseen == found.unseen
     doubled = [row("w", 0, large, large), row("b", 0, noise, 2 * noise)]
     assert judge_gradients(doubled, [ours], [description({"w": large, "b": 2 * noise})], {}).named == ("b",)
     # The same code makes similar rounding errors. A gradient that is more than a rounding error has no such excuse.

@@ -49,6 +49,13 @@ def failed(message: str = "no", kind: str = "ValueError") -> RunDone:
 ENDED = RunDone(3, None, None)
 
 
+def test_unread_output_is_limited_to_its_newest_ten_thousand_pieces() -> None:
+    state, ranks = state_of()
+    for number in range(10_002):
+        state.note_output(ranks[0], cast("Any", number))
+    assert [piece for _, _, piece in state.output] == list(range(2, 10_002))
+
+
 def test_steps_are_those_that_every_rank_has_ended_since_the_run_began() -> None:
     state, ranks = state_of(first_step=4)
     for rank, step in zip(ranks, (9, 7, 8), strict=True):

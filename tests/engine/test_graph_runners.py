@@ -46,6 +46,7 @@ from graftlab.errors import GraphError
 from graftlab.graphs import PaddingPolicy, build_prefill_registry, clear_input_buffer_pool
 from graftlab.graphs.capture import CudaCapturer
 from graftlab.graphs.captured_function import CapturedFunction
+from graftlab.graphs.slots import FillContext
 from graftlab.models import Transformer
 from graftlab.requests.identity import NO_ROOM, PADDING_ID
 from graftlab.requests.request_id import request_id_to_int
@@ -518,6 +519,33 @@ def test_a_decode_larger_than_any_graph_goes_to_the_other_runner() -> None:
     engine.on_step = look
     assert served(engine, workload(30)) == expected(30)
     assert set(sizes.values()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "runner", [partial(DecodeGraphRunner, batch_sizes=[4, 16]), partial(PrefillGraphRunner, token_sizes=[32])]
+)
+def test_a_replay_has_the_sizes_of_its_batch_and_of_its_graph(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[FillContext] = []
+    replay = CapturedFunction.replay
+
+    def noted(function: CapturedFunction, prepare: Any, ctx: FillContext) -> Any:
+        found.append(ctx)
+        return replay(function, prepare, ctx)
+
+    monkeypatch.setattr(CapturedFunction, "replay", noted)
+    engine = Engine(model(), runner=runner, max_requests=16, max_prefill_tokens=20)
+    replayed: list[int] = []
+
+    def look(batch: ForwardBatch) -> None:
+        for ctx in found:
+            assert (ctx.raw_bs, ctx.raw_num_tokens) == (batch.batch_size, batch.num_tokens)
+            assert ctx.padded_num_tokens in (4, 16, 32)
+            replayed.append(ctx.padded_num_tokens - ctx.raw_num_tokens)
+        found.clear()
+
+    engine.on_step = look
+    served(engine, workload(8))
+    assert any(replayed)
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [9], [-1, 2]])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.multiprocessing
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.exchange_scripts import write_without_end
+from kit.int8_tensor import Int8Tensor
 from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
 from kit.values import assert_values
 
@@ -110,6 +112,17 @@ def test_a_reader_sees_what_the_owner_writes_and_cannot_write_itself() -> None:
     assert reader.window(PAGE, 24, torch.float64, (3,)).tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="readonly"):
         reader.map[PAGE] = 1
+
+
+def test_of_a_tensor_class_the_numbers_that_it_stands_for_are_stored() -> None:
+    values = torch.arange(-6.0, 6.0).view(3, 4)
+    descriptor, size = create_segment()
+    arena = Arena(descriptor, size, writable=True)
+    os.close(descriptor)
+    # Its own memory, if it has any, holds something else.
+    stored = Int8Tensor.of(values)
+    arena.store(PAGE, 48, stored)
+    assert arena.window(PAGE, 48, torch.float32, (3, 4)).equal(stored.dequantize())
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2)], ids=str)
@@ -330,6 +343,32 @@ def test_a_rank_is_known_to_wait_until_it_is_gone_or_may_have_what_it_waits_for(
     assert [len(each.channel.sent) for each in (first, second, third, last)] == [0, 0, 1, 1]  # type: ignore[attr-defined]
     third.received = 5
     assert Peers.received_counts(peers) == [0, 0, 5, 0]
+
+
+def test_a_descriptor_is_waited_for_until_the_last_rank_behind_it_is_lost() -> None:
+    peers, (first, second) = peers_of(a=RankStatus(), b=RankStatus())
+    gone: list[Peer] = []
+    peers._by_descriptor, peers._poller, peers.waiters = {5: [first, second]}, Mock(), Mock()
+    peers._on_gone = gone.append
+    Peers._lose(peers, first, 5, "died")
+    assert (first.gone, peers._by_descriptor) == ("died", {5: [second]})
+    assert not peers._poller.mock_calls + peers.waiters.mock_calls
+    Peers._lose(peers, second, 5, "was disconnected")
+    assert (gone, peers._by_descriptor) == ([first, second], {})
+    # A poller with a closed descriptor would wake for it again and again.
+    peers._poller.unregister.assert_called_once_with(5)
+    peers.waiters.forget.assert_called_once_with(5)
+
+
+def test_a_thread_no_longer_waits_for_what_was_forgotten() -> None:
+    reader, writer = os.pipe()
+    threads = WaiterThreads([reader])
+    os.write(writer, b"x")
+    threads.forget(reader)
+    threads.wait(0)
+    assert threads._idle[0].follows == frozenset()
+    for descriptor in (reader, writer):
+        os.close(descriptor)
 
 
 def test_ranks_that_wait_for_each_other_ask_and_answer_only_if_no_thread_may_end_it() -> None:

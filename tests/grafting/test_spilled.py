@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import pickle
@@ -50,6 +51,12 @@ def test_a_spilled_tensor_comes_back_with_its_values_and_arrangement(tensor: tor
     read, clone = stored.read(), tensor.clone()
     assert (read.dtype, read.shape, read.stride()) == (clone.dtype, clone.shape, clone.stride())
     assert read.float().equal(clone.float()) if not read.is_complex() else read.equal(clone.resolve_conj())
+
+
+def test_a_spilled_tensor_comes_back_on_its_device() -> None:
+    stored = SpillFile().store(torch.arange(6.0).view(2, 3).T)
+    read = dataclasses.replace(stored, device=torch.device("meta")).read()
+    assert (read.device.type, read.shape, read.stride()) == ("meta", (3, 2), (1, 3))
 
 
 def live_bytes() -> int:

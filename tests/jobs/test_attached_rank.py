@@ -239,7 +239,7 @@ def test_without_its_session_a_job_restores_the_users_plan_or_compares_nothing(w
     rank = attached(_fallback_plan=users, _setup=setup)
     rank._config = GraftConfig(role="target", without_session=without, run_dir="/runs/one")
     rank._grafter.keeps_step = True
-    rank._rejoin = Mock(side_effect=[False, SessionError("busy"), True])
+    rank._rejoin = Mock(side_effect=[False, SessionError("busy"), ConnectionRefusedError("gone"), True])
     rank._over = Mock(is_set=Mock(return_value=False), wait=Mock(return_value=False))
     rank._on_server_gone()
     plans = [each.args[0] for each in rank._grafter.offer_plan.call_args_list]
@@ -251,7 +251,7 @@ def test_without_its_session_a_job_restores_the_users_plan_or_compares_nothing(w
     setup.abandon.assert_called_once_with()
     assert rank._connection.channel.closed
     # After a refusal, ten times as long.
-    assert rank._over.wait.mock_calls == [call(0.5), call(0.5), call(5.0), call(0.5)]
+    assert rank._over.wait.mock_calls == [call(0.5), call(0.5), call(5.0), call(0.5), call(5.0), call(0.5)]
 
 
 def test_a_job_that_is_over_joins_no_other_session() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from typing import Any
 
@@ -64,6 +66,28 @@ def test_a_bar_inside_quotes_separates_no_steps() -> None:
 @pytest.mark.parametrize("text", WRITTEN)
 def test_a_layout_is_written_as_it_is_read(text: str) -> None:
     assert parse_layout(text).text == text
+
+
+# Of no dimension, without elements, and of one to four.
+SHAPES = [(), (0,), (1,), (3,), (6,), (1, 3), (2, 0), (2, 3), (2, 3, 4), (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_tensor_that_does_not_fit_a_layout_raises_nothing_but_its_error(text: str) -> None:
+    layout = parse_layout(text)
+    for ranks, shape, lengths in itertools.product((1, 2), SHAPES, (None, (), (3,), (1, 2))):
+        if ranks > 1 and "mesh" not in text:
+            continue
+        tensor = torch.zeros(shape)
+        with contextlib.suppress(LayoutError):
+            layout.on(ranks).local(tensor, 0, lengths)
+        with contextlib.suppress(LayoutError):
+            layout.on(ranks).join([tensor] * ranks, lengths=lengths)
+
+
+def test_a_batch_without_sequences_is_cut_into_nothing() -> None:
+    layout = parse_layout("shard(dim=0, mesh='cp', order='zigzag', packed=True)", mesh=2)
+    assert [layout.local(torch.ones(0, 3), rank, ()).shape for rank in (0, 1)] == [(0, 3)] * 2
 
 
 @given(st.lists(st.sampled_from(WRITTEN[1:]), max_size=3))
@@ -134,6 +158,7 @@ FAULTS = [
         "^",
     ),
     ("shard(dim=0, blocks=[], replicas=[])", "blocks has at least one number", "^"),
+    ("sketch(size=65537, of=[2])", "size is 65,537, and at most 65,536 sums stand for a tensor", "^"),
     ("part(index=2, of=[1, 1])", "index must be one of 0..1, not 2", "^"),
     ("part(index=0.0, of=[1, 1])", "index must be one of 0..1, not 0.0", "^"),
     ("part(index=0, of=[1, 0])", "each number in of must be an int of at least 1, not 0", "^"),

@@ -244,9 +244,99 @@ def test_a_line_that_cannot_be_followed_is_refused(
     assert notebook.calls == []
 
 
-def test_compare_is_refused_where_a_side_is_a_recording(notebook: Notebook) -> None:
-    with pytest.raises(UsageError, match=r"the baseline is a recording.*`%graft verdict f\(x\)` judges against it"):
-        notebook.run("compare f(x)")
+NO_PLACE = (
+    "is not a place to run a cell; use one of baseline, target, both, transform, baseline[0], target[0], target[1]"
+)
+
+# A line, the cell below it, and all of what is said.
+REFUSED: list[tuple[str, str | None, str]] = [
+    (
+        "compare f(x)",
+        None,
+        "%graft compare: the baseline is a recording, which computes nothing; `%graft verdict f(x)` judges against it, "
+        "and `%graft match f(x)` pairs taps by their values",
+    ),
+    (
+        "up -b 2 -t 2 --timeout 5",
+        None,
+        "%graft up: a session with other options is open (baseline 1 -> 2, timeout 60.0 -> 5.0). Closing it loses "
+        "everything on its 3 ranks: models, variables, kept tensors (2 runs so far, one still running; 1,234 rows stay "
+        "in /run/folder). To close it, add --replace",
+    ),
+    (
+        "transform missing",
+        None,
+        "%graft transform: the notebook has no function 'missing'; define it, or give a dotted path such as "
+        "package.module.function",
+    ),
+    ("rename target", None, r"%graft rename target: give a regular expression, such as '^model\.'"),
+    ("target -o x", "1", f"%%graft: 'target -o x' {NO_PLACE}"),
+    ("status", "1", f"%%graft: 'status' {NO_PLACE}; write `%graft status`, with one %, for a line"),
+    ("plot --verdict --step 1", None, "%graft plot --verdict takes a tap, and with it --dims, and no other option"),
+    ("plot --verdict --dims 0", None, "%graft plot --verdict --dims: name a tap"),
+    ("plot --kind history", None, "%graft plot --kind history: name a tap"),
+    ("plot --kind divergence --dims 0,1", None, "%graft plot: --dims goes with the kinds heatmap, not with divergence"),
+    ("replay x --batch-size 0", None, "expected a whole number of at least 1, not '0'"),
+    ("up --timeout 0", None, "expected a number of seconds above 0, not '0'"),
+    ("up --on tcp://here", None, "expected ray:auto, ray:HOST:PORT or ray://HOST:PORT, not 'tcp://here'"),
+    ("plot --steps 3", None, "expected steps A:B, such as 0:100 or 50:, or `all`, not '3'"),
+    ("plot out --tags 3", None, "expected TAG=VALUE, such as layer=3, not '3'"),
+    ("plot out --dims 0,1,2", None, "expected one or two dimensions R,C, such as 0,2, not '0,1,2'"),
+    ("plot --noise-floor -1", None, "expected a number of at least 0, not '-1'"),
+    ("run -o 1x f(x)", None, "'1x' is not a valid variable name"),
+]
+
+
+@pytest.mark.parametrize(("line", "cell", "said"), REFUSED, ids=[line for line, *_ in REFUSED])
+def test_a_refusal_names_what_was_given_and_what_to_write(
+    line: str, cell: str | None, said: str, notebook: Notebook
+) -> None:
+    notebook.session.runs = [SimpleNamespace(done=True), SimpleNamespace(done=False)]
+    with pytest.raises(UsageError) as refused:
+        notebook.run(line, cell)
+    text = str(refused.value)
+    # What argparse refuses comes after the option, and before the usage.
+    assert said in text if said.startswith(("expected", "'1x'")) else text == said
+    assert notebook.calls == []
+
+
+def test_a_command_needs_an_expression_where_the_ranks_have_no_code(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(magics, "internals_of", lambda session: SimpleNamespace(default_callees={}))
+    for name in ("verdict", "match"):
+        with pytest.raises(UsageError) as refused:
+            notebook.run(name)
+        assert str(refused.value) == f"%graft {name}: give an expression, such as `%graft {name} model(x)`"
+
+
+@pytest.mark.parametrize(
+    ("line", "printed"),
+    [
+        ("down", "rows and logs are in /run/folder\n"),
+        (
+            "restart",
+            "new ranks run under the same plan; what cells had defined on the ranks is lost, and nothing was rerun\n",
+        ),
+        ("log target -n 3", "the end of a log\n"),
+        ("stacks", "--- baseline[0]\nmain\n--- target[1]\nforward\n"),
+        (
+            "up -t 2",
+            "the open session already matches; keeping it and everything on its ranks (`%graft up --replace` starts a "
+            "new one)\n",
+        ),
+        ("debug target[1]", "the frame\n`%graft debug target[1] p EXPR` shows a value; also w, u, d, l, a\n"),
+        ("debug target[1] p x", "the frame\n"),
+    ],
+)
+def test_a_command_prints_just_this(
+    line: str, printed: str, notebook: Notebook, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    stacks = {"baseline[0]": "main", "target[1]": "forward"}
+    notebook.answers |= {"log": "the end of a log", "stacks": stacks, "post_mortem": "the frame"}
+    notebook.run(line)
+    assert capsys.readouterr().out == printed
 
 
 def test_without_arguments_the_plan_is_shown(notebook: Notebook) -> None:

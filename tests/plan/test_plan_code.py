@@ -125,14 +125,20 @@ def test_a_function_is_written_with_what_it_reads(transform: Any, expected: floa
     assert made.item() == pytest.approx(expected)
 
 
+ON_ONE_LINE = (lambda given: given.target, lambda given: given.received_list[0])
+
+
 @pytest.mark.parametrize(
     ("transform", "reason"),
     [
+        # Which of them is meant cannot be seen in the source.
+        (ON_ONE_LINE[0], "several functions begin on its line; define it with def"),
+        (ON_ONE_LINE[1], "several functions begin on its line; define it with def"),
         (looked_up, "looked_up cannot be written as code: it reads 'TABLE', a Tensor"),
         # A float by its class, whose text is a call.
         (of_closure(np.float64(2.0)), "it reads 'factor', a float64"),
     ],
-    ids=["tensor", "float64"],
+    ids=["first", "second", "tensor", "float64"],
 )
 def test_a_function_that_reads_more_than_plain_values_of_its_notebook_is_refused(transform: Any, reason: str) -> None:
     with pytest.raises(TransformError, match=reason):

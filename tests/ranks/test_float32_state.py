@@ -115,3 +115,10 @@ def test_an_empty_cache_that_a_script_makes_anew_for_each_call_is_as_before_any(
     # A cache that appears later may have been written by an earlier call.
     held = HeldCall(cache.clone, {}, {"late": cache}, WatchChoice(), name="Net", float32=state)
     assert held.known_state().unchanged == frozenset()
+
+
+def test_what_the_first_call_of_another_model_is_given_may_have_been_written_before() -> None:
+    state, cache = Float32State(), torch.zeros(4).bfloat16()
+    for name, unchanged in (("Encoder", {"cache"}), ("Decoder", set())):
+        held = HeldCall(cache.clone, {}, {"cache": cache}, WatchChoice(), name=name, float32=state)
+        assert held.known_state().unchanged == unchanged

@@ -111,6 +111,13 @@ def test_output_beyond_the_budget_per_second_is_only_in_the_log_with_one_notice(
     assert "the rest is only in the log of this rank" in said
 
 
+def test_the_notice_of_too_much_output_has_both_limits(stream: LabelledStream, sent: list[str]) -> None:
+    stream.write("\n" * 10_001)
+    assert sent == [
+        "[graftlab: printed more than 10000 lines or 2 MiB per second; the rest is only in the log of this rank]\n"
+    ]
+
+
 def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_KEPT", 1000)
     monkeypatch.setattr(streams, "_CHARACTERS_TO_A_CHECK", 100)

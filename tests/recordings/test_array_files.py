@@ -135,8 +135,9 @@ def test_numbers_in_names_are_ordered_as_numbers(tmp_path: Path) -> None:
         (["a"], "{grad}_{name}", "'grad' cannot be a tag"),
         (["a"], "a", "it has no field"),
         (["a-1", "a-2"], "{name}-{rank}", "has files of ranks up to 2, but none of \\[0\\]"),
-        (["a-99999999"], "{name}-{rank}", r"a-99999999\.npy: there is no rank 99999999"),
-        (["a-1", "a-9999999"], "{name}-{step}", r"a-9999999\.npy is of step 9999999, more than 1,000,000 after"),
+        (["a-65535"], "{name}-{rank}", "has files of ranks up to 65535, but none of"),
+        (["a-65536"], "{name}-{rank}", r"a-65536\.npy: there is no rank 65536"),
+        (["a-1", "a-1000002"], "{name}-{step}", r"a-1000002\.npy is of step 1000002, more than 1,000,000 after"),
         # A call that was not written must not shift those after it to other calls of the other side.
         (["a-0", "a-2"], "{name}-{call}", r"tap 'a' has the calls 0, 2 in a-0\.npy"),
         (["a-0", "b-1"], "{name}-{call}", r"tap 'b' has the calls 1 in b-1\.npy"),

@@ -60,6 +60,30 @@ def test_a_layer_whose_layout_differs_from_the_others_is_reported() -> None:
     assert "l.2.out is h.2.out in the layout 'same', where 2 others like it are in the layout 'a b -> b a'" in said
 
 
+def test_a_layout_that_no_other_tap_needs_is_reported_by_the_first_name_of_the_value() -> None:
+    pairs = [{"baseline": "h", "target": target, "layout": "a b -> b a"} for target in ("late", "early")]
+    assert said_of(pairs, [4, 4]) == [
+        "The plan's pairs contradict their names or each other: late is compared in the layout 'a b -> b a', though "
+        "both shapes are equal and no other tap needs one. They are compared as the plan says. If the target mixes "
+        "them up, a difference is named in the code that reads them."
+    ]
+    # Several values in one order are a convention; another shape needs a layout.
+    assert said_of([*pairs, {"baseline": "i", "target": "x", "layout": "a b -> b a"}], [4, 4]) == []
+    assert said_of(pairs, [4, 2]) == []
+
+
+def test_the_first_four_contradictions_are_shown_and_the_others_counted() -> None:
+    layouts = ["a b c d -> " + order for order in ("b a c d", "a c b d", "a b d c", "b c a d", "c a b d", "d a b c")]
+    pairs = [{"baseline": f"h{n}", "target": f"t{n}", "layout": layout} for n, layout in enumerate(layouts)]
+    for count, more in ((4, ""), (5, "; and 1 more"), (6, "; and 2 more")):
+        [said] = said_of(pairs[:count], [2, 2, 2, 2])
+        shown = "; ".join(
+            f"t{n} is compared in the layout {layout!r}, though both shapes are equal and no other tap needs one"
+            for n, layout in enumerate(layouts[:4])
+        )
+        assert said.startswith(f"The plan's pairs contradict their names or each other: {shown}{more}. They are"), count
+
+
 def test_two_taps_that_take_different_parts_of_one_tensor_are_reported() -> None:
     first, last = (f"part(index={n}, of={[1] * 10}, dim=1)" for n in (0, 9))
     pairs = [

@@ -295,6 +295,16 @@ def test_what_a_page_asks_of_a_tap_is_done_for_that_tap(monkeypatch: pytest.Monk
     assert shown.value == ""
 
 
+def test_a_run_has_ended_once_it_is_done_or_its_session_is_closed() -> None:
+    runs = [SimpleNamespace(number=number, done=done) for number, done in enumerate((False, True))]
+    session = SimpleNamespace(closed=False, runs=runs)
+    explorer: Any = SimpleNamespace(_panel=SimpleNamespace(session=session))
+    # A run that the session no longer has ended before.
+    assert [TapExplorer._has_ended(explorer, number) for number in range(3)] == [False, True, True]
+    session.closed = True
+    assert TapExplorer._has_ended(explorer, 0)
+
+
 @pytest.mark.parametrize("floor", [None, 0, 0.5, 2])
 def test_a_noise_floor_of_a_page_is_a_finite_number(floor: float | None) -> None:
     assert as_floor(floor) == floor

@@ -60,6 +60,15 @@ def test_every_right_line_in_the_table_is_a_line_of_the_zoo() -> None:
     files = [path for path in Path(scoring.__file__).parent.glob("*.py") if path.name != "line_truth.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     assert [part for parts in LINES.values() for part in parts if part not in source] == []
+    # A part is in the program's own code, or in what several programs call.
+    code = {each.name: inspect.getsource(each.body) for each in PROGRAMS}
+    elsewhere = [
+        (name, part)
+        for name, parts in LINES.items()
+        for part in parts
+        if name in code and part not in code[name] and any(part in others for others in code.values())
+    ]
+    assert elsewhere == []
 
 
 def test_a_specimen_in_low_precision_is_so_on_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +271,36 @@ def test_score_of_one_verdict(name: str, named: list[str], text: str, expected: 
     program = next(each for each in PROGRAMS if each.name == name)
     scored = scoring.Scored(program, dict.fromkeys(named, "culprit"), 3, 0.1, text)
     assert (scored.exact, scored.honest, scored.silent, scored.innocents, scored.alarm) == expected
+
+
+def test_the_summary_counts_each_kind_of_score_apart() -> None:
+    specimen = next(each for each in FAULTS if has_line(each))
+    line, confirmed = SimpleNamespace(confirmed=False), SimpleNamespace(confirmed=True)
+
+    def scored(number: int, is_control: bool, **more: Any) -> Any:
+        # Each has its own count, and no two counts are equal.
+        counts = (
+            {"exact": 6, "first_right": 5, "honest": 3, "silent": 2} if not is_control else {"exact": 4, "alarm": 1}
+        )
+        known: dict[str, Any] = dict.fromkeys(("exact", "first_right", "honest", "silent", "alarm"), False)
+        known |= {name: number < count for name, count in counts.items()}
+        innocents = {"x", "y"} if number < 4 and not is_control else set()
+        known |= {"is_control": is_control, "specimen": specimen, "innocents": innocents, "labels": {}, "lines": []}
+        known |= {"wrongly_confirmed": [], "place_of_line": None, "runs": 3, "seconds": 0.75}
+        return SimpleNamespace(**known | more)
+
+    places = [1, 1, 2, 3, 3, None, None, None]
+    faults = [scored(n, False, labels={"x": "culprit"}, place_of_line=place) for n, place in enumerate(places)]
+    faults[0].lines, faults[0].wrongly_confirmed = [confirmed] * 7, [confirmed]
+    controls = [scored(n, True, lines=[line] if n else []) for n in range(11)]
+    assert scoring.summary([*faults, scored(8, False), *controls]) == (
+        "9 faults: 6 named exactly, 5 first right, 4 with an innocent named, 3 not named but reported as unexplained, "
+        "2 cleared\n"
+        "11 benign controls: 1 alarms, 7 with a group named that should not be\n"
+        "8 named faults at a line of source: 2 with the right line first, 5 among the first three; 7 lines confirmed, "
+        "1 of them wrong; 10 benign controls with lines\n"
+        "60 runs, 15 s (0.75 s a verdict)"
+    )
 
 
 @pytest.mark.ranks
