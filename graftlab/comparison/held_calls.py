@@ -21,6 +21,7 @@ from graftlab.base.world import other_side
 from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, moves
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
+from graftlab.comparison.other_work import other_batch, other_tokens
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import (
@@ -215,6 +216,13 @@ def _conclude(
         conclusion.reasons.append(without_taps)
         conclusion.withdraw_agreement("differ")
     conclusion.doubt(_rounds_earlier(baseline, target, findings))
+    packs = any(rule.moves_rows for rule in pairs)
+    of_tokens = other_tokens(baseline, target) if packs and trusted else []
+    if of_tokens and not findings.named and not findings.data:
+        conclusion.has_other_batch = True
+        conclusion.answer = "inconclusive"
+        conclusion.reasons += of_tokens
+        return conclusion
     far = [each.rel_l2 for each in results.differences if is_beyond_rounding(each, threshold)]
     if far and conclusion.answer == "inconclusive" and trusted and findings.inconclusive:
         conclusion.answer = "differ"
@@ -701,21 +709,6 @@ def _nearest(more: Tensor, fewer: Tensor) -> tuple[Tensor, Tensor]:
         # Equal rows, such as those of one token, must have different partners.
         apart[:, chosen[-1]] = math.inf
     return more[chosen], fewer
-
-
-def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
-    """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
-    ours, theirs = baseline[0].returned, target[0].returned
-    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
-    # The ranks of a side may each have a part of the batch.
-    if len(baseline) != 1 or len(target) != 1 or not shapes:
-        return []
-    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
-        return []
-    return [
-        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
-        "target, so they do different work: let both sides call their models with the same batch."
-    ]
 
 
 def _other_inputs(recorded: pd.DataFrame, rows: pd.DataFrame) -> list[str]:

@@ -21,7 +21,6 @@ from graftlab.comparison.held_calls import (
     is_beyond_rounding,
     judge_held_calls,
     judge_until_exception,
-    other_batch,
 )
 from graftlab.comparison.held_units import (
     HeldUnits,
@@ -38,6 +37,7 @@ from graftlab.comparison.held_units import (
 )
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.comparison.inherited_rounding import InheritedRounding
+from graftlab.comparison.other_work import given_other_tokens, other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
@@ -249,7 +249,7 @@ class _HeldInTurn:
                 return self._ended(held)
             elif not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
                 compared = agreeing
-            elif self._is_out_of_step(held):
+            elif self._has_other_batch and self._is_out_of_step(held := self._described_whole(held)):
                 compared = self._passed_over(held)
             else:
                 held = self._described_whole(held)
@@ -483,11 +483,12 @@ class _HeldInTurn:
         return now > self._judged_by
 
     def _is_out_of_step(self, held: HeldUnits) -> bool:
-        """Whether this call and an earlier one have batches of different sizes on the two sides, as where one side
-        computes both halves of classifier-free guidance at once. Then the partner of a call is perhaps a later one.
+        """Whether this call and an earlier one do different work on the two sides, as where one side computes both
+        halves of classifier-free guidance at once, or a prefill in chunks. Then the partner of a call is perhaps a
+        later one.
         """
         calls = described_as(held, CallDescription)
-        return self._has_other_batch and not trains(held) and bool(other_batch(*calls))
+        return not trains(held) and (bool(other_batch(*calls)) or given_other_tokens(*calls))
 
     @property
     def _has_other_batch(self) -> bool:
