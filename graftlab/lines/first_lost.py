@@ -26,7 +26,13 @@ from graftlab.lines.fingerprints import (
 from graftlab.lines.known_values import KnownValues, every_value, is_sum, shards_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, with_constants, with_partners, with_shared_inputs_first
+from graftlab.lines.partners import (
+    ComparedSide,
+    plain_shape,
+    with_constants,
+    with_partners,
+    with_shared_inputs_first,
+)
 from graftlab.lines.remedies import LostPart, Remedy, remedies
 from graftlab.lines.rows import KnownRows
 from graftlab.lines.traces import SliceTrace, TracedOperation
@@ -140,15 +146,18 @@ def _shares_of_rows(baseline: SliceTrace, target: SliceTrace) -> tuple[float, fl
     All rows of a packed batch, and of a padded one without its padding. None if neither side has a packed batch where
     the other has a padded one.
     """
-    results = _result(baseline), _result(target)
-    if any(each is None or each.rows is None for each in results):
+    one, other = _result(baseline), _result(target)
+    if one is None or other is None or one.rows is None or other.rows is None or one.shape[-1] != other.shape[-1]:
         return None
-    one, other = (each.numel for each in results if each is not None)
-    if one != other:
-        padded = min(_LEAST_REAL, 0.99 * min(one, other) / max(one, other))
-        return (padded, 1.0) if one > other else (1.0, padded)
-    loops = _loops_over_lengths(baseline), _loops_over_lengths(target)
-    return None if loops[0] == loops[1] else (1.0, _LEAST_REAL) if loops[0] else (_LEAST_REAL, 1.0)
+    if one.numel != other.numel:
+        padded = min(_LEAST_REAL, 0.99 * min(one.numel, other.numel) / max(one.numel, other.numel))
+        return (padded, 1.0) if one.numel > other.numel else (1.0, padded)
+    packed = [_loops_over_lengths(each) for each in (baseline, target)]
+    if packed[0] == packed[1]:
+        # Without padding, the sequences of a batch are one dimension of a packed one.
+        dims = [len(plain_shape(each)) for each in (one, other)]
+        packed = [dims[0] < dims[1], dims[1] < dims[0]]
+    return None if packed[0] == packed[1] else (1.0, _LEAST_REAL) if packed[0] else (_LEAST_REAL, 1.0)
 
 
 def _loops_over_lengths(trace: SliceTrace) -> bool:

@@ -127,6 +127,28 @@ def test_a_step_of_decoding_is_compared_by_rows_where_one_side_loops_over_reques
     assert not any(each.operation.name == "clone" for each in lost if not each.is_later)
 
 
+def test_sequences_of_one_length_are_compared_by_rows_where_one_side_packs_them() -> None:
+    x = drawn(3, 6, 8, seed=4)
+
+    def whole(x: Tensor) -> Tensor:
+        q = x.tanh() * 0.5
+        return (q @ x.mT).softmax(-1) @ q
+
+    def looped(factor: float) -> Callable[[Tensor], Tensor]:
+        def attend(x: Tensor) -> Tensor:
+            out = []
+            for own in x.split(6):
+                q = own.tanh() * 0.5
+                weights = (q @ own.T * factor).softmax(-1)
+                out.append(weights @ q)
+            return torch.cat(out)
+
+        return attend
+
+    lost = first_lost([trace(whole, x)], [trace(looped(2.0), x.flatten(0, 1))], 0).target
+    assert "* factor" in sources(lost)[0]
+
+
 def known(*values: Tensor, share: float = 1.0) -> KnownRows:
     sums = [(each.shape[-1], row_sums(each)) for each in values]
     return KnownRows([(width, found) for width, found in sums if found is not None], 1e-5, share)
