@@ -43,7 +43,7 @@ class Comparison(Verdict):
     starts: int = 0
     """How often the scripts were started again; 0 if calls were held."""
     has_other_batch: bool = False
-    """Whether a call was not judged because the sides have batches of different sizes."""
+    """Whether a call was not judged because the sides have different batches."""
     left_to_next_update: tuple[str, ...] = ()
     """The weights that another optimizer updates on one side, of an update that agrees but for them. If they are equal
     before the next update, this one agrees.

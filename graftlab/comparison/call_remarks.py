@@ -187,18 +187,3 @@ def _differ_only_at(rows: Tensor, one: Tensor, other: Tensor) -> bool:
     left, right = (each[~rows].double() for each in (one, other))
     limit = assumed_floor([str(each.dtype).removeprefix("torch.") for each in (one, other)])[0]
     return bool((left - right).norm() <= limit * left.norm())
-
-
-def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
-    """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
-    ours, theirs = baseline[0].returned, target[0].returned
-    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
-    # The ranks of a side may each have a part of the batch.
-    if len(baseline) != 1 or len(target) != 1 or not shapes:
-        return []
-    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
-        return []
-    return [
-        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
-        "target, so they do different work: let both sides call their models with the same batch."
-    ]

@@ -20,13 +20,13 @@ from graftlab.comparison.call_remarks import (
     in_training_alone,
     not_checked,
     not_trusted,
-    other_batch,
     rounds_earlier,
 )
 from graftlab.comparison.closer_look import in_more_bits
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
+from graftlab.comparison.other_work import other_batch, other_tokens
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.diffs.results import values_of_other_shapes
 from graftlab.errors import MatchError
@@ -153,6 +153,13 @@ def _conclude(
         conclusion.reasons.append(without)
         conclusion.withdraw_agreement("differ")
     conclusion.doubt(rounds_earlier(baseline, target, findings))
+    packs = any(rule.moves_rows for rule in pairs)
+    of_tokens = other_tokens(baseline, target) if packs and trusted else []
+    if of_tokens and not findings.named and not findings.data:
+        conclusion.has_other_batch = True
+        conclusion.answer = "inconclusive"
+        conclusion.reasons += of_tokens
+        return conclusion
     far = [each.rel_l2 for each in results.differences if is_beyond_rounding(each, threshold)]
     if far and conclusion.answer == "inconclusive" and trusted and findings.inconclusive:
         conclusion.answer = "differ"

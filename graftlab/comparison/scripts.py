@@ -16,7 +16,6 @@ from graftlab.base.tap_groups import group_of, kind_of
 from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped, is_beyond_rounding, known_at
-from graftlab.comparison.call_remarks import other_batch
 from graftlab.comparison.chosen_tokens import ChosenToken, chosen_tokens, sentence_on
 from graftlab.comparison.held_calls import judge_held_calls, judge_until_exception
 from graftlab.comparison.held_units import (
@@ -34,6 +33,7 @@ from graftlab.comparison.held_units import (
 from graftlab.comparison.held_updates import judge_held_updates
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
+from graftlab.comparison.other_work import given_other_tokens, other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
@@ -247,7 +247,7 @@ class _HeldInTurn:
         """
         if not self._judges_calls(held) and (agreeing := self._look_at_results(held)) is not None:
             return agreeing
-        if self._is_out_of_step(held):
+        if self._has_other_batch and self._is_out_of_step(held := self._described_whole(held)):
             return self._passed_over(held)
         held = self._described_whole(held)
         known = len(self._proposals)
@@ -487,11 +487,12 @@ class _HeldInTurn:
         return now > self._judged_by
 
     def _is_out_of_step(self, held: HeldUnits) -> bool:
-        """Whether this call and an earlier one have batches of different sizes on the two sides, as where one side
-        computes both halves of classifier-free guidance at once. Then the partner of a call is perhaps a later one.
+        """Whether this call and an earlier one do different work on the two sides, as where one side computes both
+        halves of classifier-free guidance at once, or a prefill in chunks. Then the partner of a call is perhaps a
+        later one.
         """
         calls = described_as(held, CallDescription)
-        return self._has_other_batch and not trains(held) and bool(other_batch(*calls))
+        return not trains(held) and (bool(other_batch(*calls)) or given_other_tokens(*calls))
 
     @property
     def _has_other_batch(self) -> bool:

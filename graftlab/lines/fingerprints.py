@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES
 from graftlab.diffs.kernel import Kernel, load
+from graftlab.lines.rows import ROW_SUMS, RowSums, row_sums
 
 Level = Literal[0, 1, 2, 3]
 """How well two tensors agree: not at all, in their magnitudes, in their values in any order, or in order."""
@@ -50,7 +51,8 @@ class Fingerprint:
     powers and the roots of their magnitudes. ``projections`` are sums with fixed factors, by the elements' order. Added
     over ranks, the moments of shards and the projections of summands give those of the whole. ``magnitudes`` and
     ``values`` are quantiles, None where a budget left them out. ``mask`` means that the tensor has just two values, in
-    effect booleans, which count as 1 and -1. Expanded dimensions count once.
+    effect booleans, which count as 1 and -1. Expanded dimensions count once. ``rows`` are the sums of its rows, where
+    they were wanted.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class Fingerprint:
     values: Floats | None
     mask: bool
     constant: bool
+    rows: RowSums | None = None
 
     @property
     def says_nothing(self) -> bool:
@@ -79,7 +82,7 @@ class Fingerprint:
         quantiles = [] if self.magnitudes is None or self.values is None else [self.magnitudes, self.values]
         numbers = b"".join([each.tobytes() for each in (self.moments, self.projections, *quantiles)])
         plain = self.shape, self.dtype, self.numel, self.nonfinite, self.mask, self.constant
-        return _unpickled, (*plain, bool(quantiles), numbers)
+        return _unpickled, (*plain, bool(quantiles), numbers, None if self.rows is None else self.rows.tobytes())
 
 
 def _unpickled(
@@ -91,12 +94,19 @@ def _unpickled(
     constant: bool,
     has_quantiles: bool,
     packed: bytes,
+    packed_rows: bytes | None,
 ) -> Fingerprint:
     numbers: Floats = np.frombuffer(packed)
     moments, projections, rest = numbers[:_MOMENTS], numbers[_MOMENTS:_SUMS], numbers[_SUMS:]
     half = rest.size // 2
     magnitudes, values = (rest[:half], rest[half:]) if has_quantiles else (None, None)
-    return Fingerprint(shape, dtype, numel, nonfinite, moments, projections, magnitudes, values, mask, constant)
+    rows = None if packed_rows is None else np.frombuffer(packed_rows, np.float32).reshape(-1, ROW_SUMS)
+    return Fingerprint(shape, dtype, numel, nonfinite, moments, projections, magnitudes, values, mask, constant, rows)
+
+
+def with_rows(own: Fingerprint, tensor: torch.Tensor) -> Fingerprint:
+    """Return a tensor's fingerprint with the sums of its rows."""
+    return replace(own, rows=row_sums(getattr(tensor, "_local_tensor", tensor)))
 
 
 def fingerprint(tensor: torch.Tensor, *, sorts: bool = True) -> Fingerprint:
@@ -197,6 +207,7 @@ def _made(
         values=quantiles[1],
         mask=mask,
         constant=constant,
+        rows=None,
     )
     return found
 

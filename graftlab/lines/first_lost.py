@@ -26,12 +26,21 @@ from graftlab.lines.fingerprints import (
 from graftlab.lines.known_values import KnownValues, every_value, is_sum, shards_of
 from graftlab.lines.lost import LostOperation, StateRead
 from graftlab.lines.operands import with_choices
-from graftlab.lines.partners import ComparedSide, with_constants, with_partners, with_shared_inputs_first
+from graftlab.lines.partners import (
+    ComparedSide,
+    plain_shape,
+    with_constants,
+    with_partners,
+    with_shared_inputs_first,
+)
 from graftlab.lines.remedies import LostPart, Remedy, remedies
+from graftlab.lines.rows import KnownRows
 from graftlab.lines.traces import SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
 
 TOLERANCE = 1e-5
+_LEAST_REAL = 0.5
+"""The part of the rows of a padded value that the packed ones must have; the rest may be padding."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,15 @@ def first_lost(
     elsewhere, ours_elsewhere = (
         KnownValues([each for trace in side for each in trace.elsewhere], tolerance) for side in (baseline, target)
     )
+    shares = _shares_of_rows(baseline[ours], target[rank])
     on_target = _Side(
-        target[rank], target, rank, KnownValues(ours_by_rank, tolerance), _result(baseline[ours]), elsewhere
+        target[rank],
+        target,
+        rank,
+        KnownValues(ours_by_rank, tolerance),
+        _result(baseline[ours]),
+        elsewhere,
+        _known_rows(ours_by_rank, tolerance, shares and shares[1]),
     )
     on_baseline = _Side(
         baseline[ours],
@@ -69,6 +85,7 @@ def first_lost(
         KnownValues(theirs_by_rank, tolerance),
         _result(target[rank]),
         ours_elsewhere,
+        _known_rows(theirs_by_rank, tolerance, shares and shares[0]),
     )
     if (missing := _missing_sum(baseline[ours], target, rank, tolerance)) is not None:
         return LostOnBothSides([], [missing])
@@ -118,6 +135,41 @@ def _result(trace: SliceTrace) -> Fingerprint | None:
     return trace.fingerprints.get(trace.result)
 
 
+def _known_rows(values: Sequence[Fingerprint], tolerance: float, share: float | None) -> KnownRows | None:
+    rows = [(each.shape[-1], each.rows) for each in values if each.rows is not None]
+    return None if share is None or not rows else KnownRows(rows, tolerance, share)
+
+
+def _shares_of_rows(baseline: SliceTrace, target: SliceTrace) -> tuple[float, float] | None:
+    """The parts of a value's rows that the other side must have, for a value of each side.
+
+    All rows of a packed batch, and of a padded one without its padding. None if neither side has a packed batch where
+    the other has a padded one.
+    """
+    one, other = _result(baseline), _result(target)
+    if one is None or other is None or one.rows is None or other.rows is None or one.shape[-1] != other.shape[-1]:
+        return None
+    if one.numel != other.numel:
+        padded = min(_LEAST_REAL, 0.99 * min(one.numel, other.numel) / max(one.numel, other.numel))
+        return (padded, 1.0) if one.numel > other.numel else (1.0, padded)
+    packed = [_loops_over_lengths(each) for each in (baseline, target)]
+    if packed[0] == packed[1]:
+        # Without padding, the sequences of a batch are one dimension of a packed one.
+        dims = [len(plain_shape(each)) for each in (one, other)]
+        packed = [dims[0] < dims[1], dims[1] < dims[0]]
+    return None if packed[0] == packed[1] else (1.0, _LEAST_REAL) if packed[0] else (_LEAST_REAL, 1.0)
+
+
+def _loops_over_lengths(trace: SliceTrace) -> bool:
+    """Whether a line computes one value after another, each of another size, as for requests."""
+    made: dict[object, set[tuple[int, ...]]] = {}
+    for each in trace.operations:
+        if each.frames and each.outputs and not each.only_arranges:
+            shape = trace.values[each.outputs[0]].shape
+            made.setdefault((each.name, each.frames, len(shape)), set()).add(shape)
+    return any(len(shapes) > 1 for shapes in made.values())
+
+
 def _differ(parts: Sequence[Fingerprint]) -> bool:
     """Whether the ranks have different tensors."""
     return any(agreement(parts[0], each, TOLERANCE) != IN_ORDER for each in parts[1:])
@@ -152,6 +204,8 @@ class _Side:
     """The other side's value of the tap, which differs from this side's."""
     elsewhere: KnownValues
     """Values that the other side computed before the tap, but not for it."""
+    rows: KnownRows | None
+    """The other side's rows, if one side's batch is padded and the other's is not."""
     _levels: dict[int, tuple[Level, Level]] = field(default_factory=dict)
     _arrangements: dict[int, set[int]] = field(default_factory=dict)
     _lost_at: dict[int, list[TracedOperation]] = field(default_factory=dict)
@@ -173,8 +227,16 @@ class _Side:
                 if found[0] < ANY_ORDER and may_sum and self.known.has_sum(parts):
                     # A summand of a sum over the ranks that is still to come.
                     found = (IN_ORDER, IN_ORDER)
+            if found[0] < ANY_ORDER and own is not None and self._has_rows(own, number):
+                found = (IN_ORDER, DIFFERENT)
             self._levels[number] = found
         return self._levels[number]
+
+    def _has_rows(self, own: Fingerprint, number: int) -> bool:
+        """Whether the other side has a value's rows, in a value with more or fewer of them."""
+        if self.rows is None or own.rows is None or number == self.trace.result or self.known.has_size(own):
+            return False
+        return self.rows.has(own.shape[-1], own.rows)
 
     def _parts(self, number: int) -> list[Fingerprint]:
         """This value on every rank, this rank's first; empty where the ranks' operations differ."""
@@ -259,7 +321,28 @@ class _Side:
         for each in tap_dependent:
             # If the other side uses a single operation for all of them, the fault may be in any.
             found.setdefault(each.index, LostOperation(each, follows_inputs=True, is_later=True))
-        return list(found.values())
+        return self._with_incomparable_last(list(found.values()), level)
+
+    def _with_incomparable_last(self, found: list[LostOperation], level: int) -> list[LostOperation]:
+        """The lost operations, last those whose line computes known values elsewhere from inputs that are known too.
+
+        The results for a request that is padded on the other side may have no equal there, as scores do.
+        """
+        if self.rows is None:
+            return found
+        lost = {each.index for each in self._lost_here(level)}
+        right = {(each.name, each.frames) for each in self.trace.operations if each.index not in lost}
+
+        def is_incomparable(each: TracedOperation) -> bool:
+            return (each.name, each.frames) in right and all(self._is_arranged(number, level) for number in each.inputs)
+
+        later = [each for each in found if is_incomparable(each.operation)]
+        return [*(each for each in found if each not in later), *(replace(each, is_later=True) for each in later)]
+
+    def _is_arranged(self, number: int, level: int) -> bool:
+        """Whether the other side has a value, or the values of which it is an arrangement."""
+        arranges_known = self._arranging_known(level)
+        return self.level(number) >= level or any(index in arranges_known for index in self._flow.sources[number])
 
     def _first_readers(self, operation: TracedOperation, lost: Sequence[TracedOperation]) -> list[TracedOperation]:
         """The first lost operations that compute from the result of one that reads no tensor, and from others.

@@ -51,6 +51,10 @@ class KnownValues:
             by_size[each.numel, each.mask].append(each)
         self._by_size = {size: sorted(found, key=_total) for size, found in by_size.items()}
 
+    def has_size(self, wanted: Fingerprint) -> bool:
+        """Return whether the other side has a value with as many numbers."""
+        return bool(self._by_size.get((wanted.numel, wanted.mask)))
+
     def has_sum(self, parts: Sequence[Fingerprint]) -> bool:
         """Return whether the other side has the sum of these summands of several ranks."""
         alike = self._by_size.get((parts[0].numel, parts[0].mask), [])

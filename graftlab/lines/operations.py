@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graftlab.base.tensor_bytes import DTYPE_NAMES, memory_of
-from graftlab.lines.fingerprints import Fingerprint, fingerprint
+from graftlab.lines.fingerprints import Fingerprint, fingerprint, with_rows
 from graftlab.lines.frames import (
     KnownCode,
     SourceFrame,
@@ -24,6 +24,7 @@ from graftlab.lines.frames import (
     runs_in_backward,
     stack_entries,
 )
+from graftlab.lines.rows import ROW_BUDGET
 from graftlab.lines.signatures import Signature, in_words, shape_of, signature_of
 from graftlab.lines.state import path_of
 from graftlab.taps.backward import frame_in_backward
@@ -219,6 +220,8 @@ class OperationRecorder(UntracedMode):
         """Whether the code is near a wanted value."""
         self.reads_constants = True
         """Whether fingerprints far from wanted values are taken of values that no operation computed."""
+        self.takes_rows = False
+        """Whether fingerprints have the sums of rows, to compare a packed batch with a padded one."""
         self.is_cut_short = False
         """Whether there were too many operations to record all."""
         self.fails_silently = False
@@ -241,7 +244,7 @@ class OperationRecorder(UntracedMode):
         self._thread = threading.get_ident()
         self._lives = 0
         self._searches = _MOST_SEARCHES
-        self._sorts, self._numbers = SORT_BUDGET, NUMBER_BUDGET
+        self._sorts, self._numbers, self._rows = SORT_BUDGET, NUMBER_BUDGET, ROW_BUDGET
 
     def __enter__(self) -> OperationRecorder:
         self._thread = threading.get_ident()
@@ -392,7 +395,11 @@ class OperationRecorder(UntracedMode):
                 self._numbers -= size
                 sorts = is_near and size <= min(LARGE, self._sorts)
                 self._sorts -= size if sorts else 0
-                self.fingerprints[number] = fingerprint(tensor, sorts=sorts)
+                found = fingerprint(tensor, sorts=sorts)
+                if self.takes_rows and is_near and self._rows > 0 and size <= LARGE:
+                    found = with_rows(found, tensor)
+                    self._rows -= 0 if found.rows is None else len(found.rows)
+                self.fingerprints[number] = found
                 self.left_out.discard(number)
         return number
 
@@ -431,7 +438,8 @@ class OperationRecorder(UntracedMode):
         """Return a value's fingerprint without quantiles."""
         if number not in self._small:
             own = self.fingerprints[number]
-            self._small[number] = own if own.values is None else replace(own, magnitudes=None, values=None)
+            is_small = own.values is None and own.rows is None
+            self._small[number] = own if is_small else replace(own, magnitudes=None, values=None, rows=None)
         return self._small[number]
 
     def set_by_tap(self, tensor: torch.Tensor, tap: str, *, changed: bool) -> int:

@@ -163,6 +163,8 @@ class _LineTracer:
     def __init__(self, request: TraceRequest, side: Side, grafter: Grafter, takes: TapHandler, first_step: int) -> None:
         self.recorder = OperationRecorder(request.only)
         self.recorder.present_step = self._present_step
+        # Implementations that share no names may pack a batch in other ways.
+        self.recorder.takes_rows = bool(grafter.plan.pairs)
         # Only one side's backward pass may read some of the values that the forward pass reads.
         self.recorder.reads_constants = _has_gradient(request)
         self.recorder.is_near = any(each.step == 0 and each.order <= _TAPS_BEFORE for each in request.wanted)

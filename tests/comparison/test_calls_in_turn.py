@@ -69,10 +69,11 @@ class InTurn(_HeldInTurn):
         folder: Path,
         answers: Sequence[Answer],
         rows: tuple[int, int] = (2, 2),
+        tokens: tuple[Sequence[int], Sequence[int]] = ((), ()),
         **found: Any,
     ) -> None:
         super().__init__(Mock(folder=folder), ScriptChoice())
-        self._rows = rows
+        self._rows, self._tokens = rows, tokens
         row = {"name": "a", "group": "a", "tags": {}, "label": "clean", "error": 0.0, "ratio": 0.5, "added": 0.0}
         frame = pd.DataFrame([{**row, "dtype": "float32", "cast": None}])
         self._left_to_judge = [
@@ -85,7 +86,11 @@ class InTurn(_HeldInTurn):
 
     def _first(self) -> HeldUnits:
         results = [{"": torch.ones(rows, 3)} for rows in self._rows]
-        ours, theirs = (CallDescription("Net", len(self._models) + 1, False, ("a",), each, {}) for each in results)
+        given = [{"['ids']": torch.tensor(each)} if each else {} for each in self._tokens]
+        ours, theirs = (
+            CallDescription("Net", len(self._models) + 1, False, ("a",), each, {}, whole_numbers=numbers)
+            for each, numbers in zip(results, given, strict=True)
+        )
         return HeldUnits([ours], [theirs])
 
     def _next(self, side: object, before: object) -> HeldUnits | None:
@@ -114,6 +119,17 @@ def test_an_inconclusive_call_is_not_cleared_by_later_ones_that_agree(
     assert compared.remarks[-1] == "Not checked: part 2."
     assert {"Not checked: in call 1, part 1.", "Not checked: in call 3, part 3."} <= {*compared.remarks}
     assert "Not checked: in call 2, part 2." not in compared.remarks
+
+
+def test_calls_with_other_tokens_are_not_judged_after_one_of_other_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answers: list[Answer] = ["inconclusive", "differ", "differ", "differ", "differ"]
+    for tokens, answer in ((([4, 5, 6], [4, 5, 7]), "inconclusive"), (([4, 5, 6], [4, 5, 6]), "differ")):
+        chunks = InTurn(monkeypatch, tmp_path, answers, tokens=tokens)
+        chunks._left_to_judge[0] = replace(chunks._left_to_judge[0], has_other_batch=True)
+        chunks._session.plan.pairs = ()
+        assert chunks.judge().answer == answer
 
 
 def test_calls_of_other_batches_are_not_paired_after_one_of_them(

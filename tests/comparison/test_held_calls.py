@@ -20,10 +20,10 @@ import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.comparison import equal_rows
 from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
-from graftlab.comparison.call_remarks import other_batch
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.held_calls import judge_held_calls, names_pair
 from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
+from graftlab.comparison.other_work import other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
 from graftlab.diffs.results import written_path

@@ -666,6 +666,23 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=[row]) == ("inconclusive", remarks)
 
 
+def test_results_of_calls_with_other_tokens_prove_nothing_unless_code_is_named() -> None:
+    rows = PairRule("input.ids", "input.ids", "gather(of=[4], runs=[[3, 1], [0, 3]], into=[4])")
+    proposal = Proposal((Pair("a", "a"),))
+    step, chunk = (
+        held(each * ONES, whole_numbers={"['ids']": torch.tensor(ids)})
+        for each, ids in ((1, [41, 52, 63]), (2, [7, 8, 9, 10, 11]))
+    )
+    unexplained = found(unexplained=["The returned value differs."])
+    compared = Runs(unexplained, match=proposal, pairs=[rows]).judge(step, chunk)
+    assert (compared.answer, compared.has_other_batch) == ("inconclusive", True)
+    assert compared.remarks[0].startswith("The calls are given different tokens, 3 on the baseline and 5 on the target")
+    named = Runs(found(label="culprit"), match=proposal, pairs=[rows]).judge(step, chunk)
+    assert (named.answer, named.has_other_batch) == ("differ", False)
+    # Where rows keep their places, the sides are given the same batch.
+    assert Runs(unexplained, match=proposal).judge(step, chunk).answer == "differ"
+
+
 def test_taps_clear_nothing_if_no_result_was_compared() -> None:
     answer, remarks = judged(held(plain={}, tapped={}), held(plain={}, tapped={}))
     assert answer == "inconclusive"

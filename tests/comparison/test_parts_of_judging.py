@@ -15,9 +15,10 @@ from torch import Tensor
 
 from graftlab.comparison import call_remarks, closer_look, functions, held_calls
 from graftlab.comparison.answers import ComparisonStopped, known_at
-from graftlab.comparison.call_remarks import difference_without_taps, not_checked, other_batch
+from graftlab.comparison.call_remarks import difference_without_taps, not_checked
 from graftlab.comparison.held_calls import why_no_backward
 from graftlab.comparison.held_units import why_not_held
+from graftlab.comparison.other_work import other_batch
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted

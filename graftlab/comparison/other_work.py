@@ -1,0 +1,69 @@
+"""Calls that do different work: batches of different sizes, or different tokens, as where one side splits a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graftlab.ranks.held_call import CallDescription
+
+_FEWEST = 3
+"""Whole numbers with fewer distinct values, such as those of a mask, are no tokens."""
+
+
+def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
+    ours, theirs = baseline[0].returned, target[0].returned
+    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
+    # The ranks of a side may each have a part of the batch.
+    if len(baseline) != 1 or len(target) != 1 or not shapes:
+        return []
+    if any(one[1:] != other[1:] or one[:1] == other[:1] for one, other in shapes):
+        return []
+    return [
+        f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
+        "target, so they do different work: let both sides call their models with the same batch."
+    ]
+
+
+def other_tokens(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
+    """A sentence if the calls are given different numbers of tokens, and neither side has all those of the other."""
+    if not given_other_tokens(baseline, target):
+        return []
+    counts = [max(each.numel() for each in _tokens(side[0])) for side in (baseline, target)]
+    if counts[0] == counts[1]:
+        return []
+    return [
+        f"The calls are given different tokens, {counts[0]} on the baseline and {counts[1]} on the target, so they do "
+        "different work, as where one side computes a prefill in chunks: let both sides call their models with the "
+        "same tokens, or compare two functions that return the results of all calls."
+    ]
+
+
+def given_other_tokens(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether each side is given tokens that the other is not. One without a cache is also given the earlier ones."""
+    # The ranks of a side may each have a part of them.
+    if len(baseline) != 1 or len(target) != 1:
+        return False
+    ours, theirs = _tokens(baseline[0]), _tokens(target[0])
+    return bool(ours and theirs) and not any(_contains(one, other) for one in ours for other in theirs)
+
+
+def _tokens(call: CallDescription) -> list[Tensor]:
+    """The whole numbers among a call's arguments that may be tokens, as positions of unlike calls often are alike."""
+    found = {
+        path: each.flatten()
+        for path, each in call.whole_numbers.items()
+        if path not in call.untapped_numbers and len(each.unique()) >= min(_FEWEST, max(each.numel(), 1))
+    }
+    return [each for path, each in found.items() if "position" not in path] or list(found.values())
+
+
+def _contains(one: Tensor, other: Tensor) -> bool:
+    """Whether one of two tensors has all numbers of the other, each as often."""
+    more, fewer = (one, other) if one.numel() >= other.numel() else (other, one)
+    values, places = torch.cat([more, fewer]).unique(return_inverse=True)
+    counts = [torch.bincount(each, minlength=len(values)) for each in places.split([len(more), len(fewer)])]
+    return bool((counts[0] >= counts[1]).all())
