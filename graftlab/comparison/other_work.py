@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from graftlab.ranks.held_call import CallDescription
@@ -74,7 +74,7 @@ def _tokens(call: CallDescription) -> list[Tensor]:
     found = {
         path: each.flatten()
         for path, each in call.whole_numbers.items()
-        if path not in call.untapped_numbers and len(each.unique()) >= min(_FEWEST, max(each.numel(), 1))
+        if path not in call.untapped_numbers and len(set(each.flatten().tolist())) >= min(_FEWEST, max(each.numel(), 1))
     }
     return [each for path, each in found.items() if "position" not in path] or list(found.values())
 
@@ -82,6 +82,4 @@ def _tokens(call: CallDescription) -> list[Tensor]:
 def _contains(one: Tensor, other: Tensor) -> bool:
     """Whether one of two tensors has all numbers of the other, each as often."""
     more, fewer = (one, other) if one.numel() >= other.numel() else (other, one)
-    values, places = torch.cat([more, fewer]).unique(return_inverse=True)
-    counts = [torch.bincount(each, minlength=len(values)) for each in places.split([len(more), len(fewer)])]
-    return bool((counts[0] >= counts[1]).all())
+    return Counter(fewer.tolist()) <= Counter(more.tolist())
