@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from graftlab.ranks.held_call import CallDescription
@@ -15,8 +15,7 @@ _FEWEST = 3
 
 def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
     """A sentence if the results differ only in their numbers of rows, as those of batches of different sizes do."""
-    ours, theirs = baseline[0].returned, target[0].returned
-    shapes = [(ours[path].shape, theirs[path].shape) for path in ours if path in theirs and ours[path].dim()]
+    shapes = _shapes_of_one_value(baseline[0].returned, target[0].returned)
     # The ranks of a side may each have a part of the batch.
     if len(baseline) != 1 or len(target) != 1 or not shapes:
         return []
@@ -26,6 +25,25 @@ def other_batch(baseline: Sequence[CallDescription], target: Sequence[CallDescri
         f"The calls have batches of different sizes, {shapes[0][0][0]} on the baseline and {shapes[0][1][0]} on the "
         "target, so they do different work: let both sides call their models with the same batch."
     ]
+
+
+def _shapes_of_one_value(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """The shapes of values of one name, or of the only value of one side and the only one as wide of the other."""
+    common = [path for path in ours if path in theirs]
+    if common:
+        return [(ours[path].shape, theirs[path].shape) for path in common if ours[path].dim()]
+    fewer, more = (ours, theirs) if len(ours) < len(theirs) else (theirs, ours)
+    if len(fewer) != 1:
+        return []
+    (alone,) = fewer.values()
+    wide = [each for each in more.values() if each.dim() > 1 and each.shape[-1] == alone.shape[-1:].numel()]
+    if len(wide) != 1 or alone.dim() < 2:
+        return []
+    # Logits of one position may have a dimension for it.
+    one, other = ([size for size in each.shape if size != 1] for each in (alone, wide[0]))
+    return [(one, other) if fewer is ours else (other, one)]
 
 
 def other_tokens(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> list[str]:
@@ -56,7 +74,7 @@ def _tokens(call: CallDescription) -> list[Tensor]:
     found = {
         path: each.flatten()
         for path, each in call.whole_numbers.items()
-        if path not in call.untapped_numbers and len(each.unique()) >= min(_FEWEST, max(each.numel(), 1))
+        if path not in call.untapped_numbers and len(set(each.flatten().tolist())) >= min(_FEWEST, max(each.numel(), 1))
     }
     return [each for path, each in found.items() if "position" not in path] or list(found.values())
 
@@ -64,6 +82,4 @@ def _tokens(call: CallDescription) -> list[Tensor]:
 def _contains(one: Tensor, other: Tensor) -> bool:
     """Whether one of two tensors has all numbers of the other, each as often."""
     more, fewer = (one, other) if one.numel() >= other.numel() else (other, one)
-    values, places = torch.cat([more, fewer]).unique(return_inverse=True)
-    counts = [torch.bincount(each, minlength=len(values)) for each in places.split([len(more), len(fewer)])]
-    return bool((counts[0] >= counts[1]).all())
+    return Counter(fewer.tolist()) <= Counter(more.tolist())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftlab.comparison.other_work import given_other_tokens, other_tokens
+from graftlab.comparison.other_work import given_other_tokens, other_batch, other_tokens
 from graftlab.ranks.held_call import CallDescription
 
 
@@ -51,3 +51,22 @@ def test_masks_positions_and_numbers_of_other_ranks_show_no_tokens() -> None:
     # A number of an engine's metadata is not what the model reads as tokens.
     hidden = given(41, 52, 63, untapped_numbers=("['input_ids']",))
     assert not given_other_tokens([hidden], [chunk])
+
+
+def test_batches_of_other_sizes_are_recognised_by_logits_of_another_name() -> None:
+    def returning(**values: torch.Tensor) -> CallDescription:
+        plain = {("" if name == "bare" else f"['{name}']"): each for name, each in values.items()}
+        return CallDescription("Net", 1, False, ("a",), plain, plain)
+
+    cache = {"keys": torch.ones(3, 2, 5, 4), "values": torch.ones(3, 2, 5, 4)}
+    whole, chunk = returning(logits=torch.ones(3, 1, 9), **cache), returning(bare=torch.ones(2, 9))
+    assert other_batch([whole], [chunk])[0].startswith(
+        "The calls have batches of different sizes, 3 on the baseline and 2"
+    )
+    assert other_batch([chunk], [whole])[0].startswith(
+        "The calls have batches of different sizes, 2 on the baseline and 3"
+    )
+    # Equal sizes, another width, and a packed prefill beside a padded one.
+    for other in (torch.ones(3, 9), torch.ones(2, 8), torch.ones(9)):
+        assert other_batch([whole], [returning(bare=other)]) == []
+    assert other_batch([returning(logits=torch.ones(3, 7, 9), **cache)], [returning(bare=torch.ones(16, 9))]) == []
