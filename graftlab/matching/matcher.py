@@ -82,6 +82,32 @@ def match_taps(
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
 
+class _Memory:
+    """Keeps what was computed from the taps that were used last, and their values if these were fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: set[int] = set()
+        # By identity, in the order of use, with their sizes.
+        self._used: dict[int, tuple[RecordedTap, int]] = {}
+        self._total = 0
+
+    def keep(self, *taps: RecordedTap) -> None:
+        """Keep all of these taps, and forget the others that were used longest ago, down to the limit."""
+        for tap in taps:
+            _, before = self._used.pop(id(tap), (tap, 0))
+            size = tap.in_memory
+            self._used[id(tap)] = tap, size
+            self._total += size - before
+        while self._total > FETCHED and len(self._used) > len(taps):
+            key = next(iter(self._used))
+            oldest, size = self._used.pop(key)
+            self._total -= size
+            oldest.forget()
+            if key in self.fetched:
+                self.fetched.discard(key)
+                oldest.value = None
+
+
 class Matcher:
     """One matching: the pairs so far, and methods that find more, which :meth:`run` calls in order."""
 
@@ -103,7 +129,7 @@ class Matcher:
         # Baseline taps whose partner is known even if other taps have the same values.
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
-        self.fetched: list[RecordedTap] = []
+        self._memory = _Memory()
         # The names of taps whose values no rank has.
         self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
@@ -222,7 +248,9 @@ class Matcher:
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         try:
-            return find(outer, inner, self._fetch_values, self.limit, self._known)
+            found = find(outer, inner, self._fetch_values, self.limit, self._known)
+            self._memory.keep(outer, inner)
+            return found
         except LayoutError as error:
             # A candidate that cannot be tried is no partner, but must not cost the other candidates.
             tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
@@ -230,7 +258,7 @@ class Matcher:
             return None
 
     def _fetch_values(self, tap: RecordedTap) -> None:
-        """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
+        """Fetch a tap's values."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
         fetch = self.fetch[side]
         if fetch is None or tap.name in self._not_held[side]:
@@ -241,11 +269,7 @@ class Matcher:
             return
         tap.forget()
         tap.value = value.detach()
-        self.fetched.append(tap)
-        while len(self.fetched) > 2 and sum(each.in_memory for each in self.fetched) > FETCHED:
-            oldest = self.fetched.pop(0)
-            oldest.value = None
-            oldest.forget()
+        self._memory.fetched.add(id(tap))
 
     def _choose(self, found: dict[str, list[ValueMatch]]) -> None:
         """Choose one partner for each, best fits first; partners are shared only if there are too few."""
@@ -393,7 +417,8 @@ class Matcher:
             each = self._find(other, inner)
             if each is not None:
                 found.append(each)
-                if each.rel <= TIE_FLOOR and other.name in alone:
+                is_best = each.rel <= TIE_FLOOR or (inner.digest is not None and each.is_as_near_as_possible)
+                if is_best and other.name in alone:
                     break
         if found:
             best = min(found, key=lambda each: (each.outer.name not in alone, round(each.rel, 7), -self._fit_of(each)))

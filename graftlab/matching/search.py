@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from graftlab.diffs.rounding import roundoff
 from graftlab.layouts import Layout
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.sketch import Elements, Places, Sketch, Values, alike, covers, flat_values, limit_for
@@ -31,7 +32,7 @@ TRIED = 16
 NEAREST = 8
 # A mean difference, as a multiple of the root mean square, far above any dtype's rounding.
 FAR = 0.2
-# From this distance on another arrangement may fit better.
+# From this distance on another arrangement of computed values may fit better.
 _SURE = 1e-5
 # Fewer elements than this cannot be located in a larger tensor.
 LEAST_OF_A_PART = 16
@@ -50,6 +51,14 @@ class ValueMatch:
     rel: float
     exact: bool
     sampled: bool = False
+
+    @property
+    def is_as_near_as_possible(self) -> bool:
+        """Whether no other arrangement can be nearer: weights differ by one rounding, computed values by hardly any."""
+        if self.inner.digest is None:
+            return self.rel <= _SURE
+        coarser = max(roundoff(str(tap.dtype).removeprefix("torch.")) for tap in (self.outer, self.inner))
+        return self.rel <= max(_SURE, 2 * coarser)
 
 
 # Sums that are equal up to rounding may differ by this factor.
@@ -91,7 +100,7 @@ def find(
     ways = [] if known is None else known.setdefault((outer.shape, inner.shape), [])
     for strides in ways:
         found = _verified(outer, inner, strides, limit)
-        if found is not None and found.rel <= _SURE and not found.sampled:
+        if found is not None and found.is_as_near_as_possible and not found.sampled:
             return found
     best = _by_extremes(outer, inner, limit) if whole else None
     if best is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -104,6 +106,31 @@ def test_rounded_weights_are_compared_with_few_of_other_layers(monkeypatch: pyte
     found = with_weights(Proposal(()), unsent(**layers), unsent(**rounded), fetch, fetch)
     assert paired(found) == [(f"h.{n}.weight", f"l.{n}.weight", "same", "baseline") for n in range(16)]
     assert len(asked) < 3 * 16
+
+
+def test_rounded_parts_of_fused_weights_are_compared_with_few_of_other_layers() -> None:
+    layers, count = range(8), Counter[str]()
+    split = {f"h_{n}_{name}_weight": drawn(32, 64, seed=10 * n + at) for n in layers for at, name in enumerate("qkv")}
+    fused = {
+        f"l_{n}_qkv_weight": torch.cat([split[f"h_{n}_{name}_weight"] for name in "qkv"]).bfloat16() for n in layers
+    }
+    held = {f"{name.replace('_', '.')}[kind=param]": each for name, each in (split | fused).items()}
+
+    def fetch(name: str) -> Tensor:
+        count[name] += 1
+        return held[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matcher, "FETCHED", 0)
+        found = with_weights(Proposal(()), unsent(**split), unsent(**fused), fetch, fetch)
+    assert {(one, other) for one, other, _, _ in paired(found)} == {
+        (f"h.{n}.{name}.weight", f"l.{n}.qkv.weight") for n in layers for name in "qkv"
+    }
+    # Without a limit, each is fetched once.
+    assert count.total() < 3 * len(held)
+    count.clear()
+    with_weights(Proposal(()), unsent(**split), unsent(**fused), fetch, fetch)
+    assert set(count.values()) == {1}
 
 
 def test_a_value_that_no_rank_has_is_asked_for_once() -> None:
