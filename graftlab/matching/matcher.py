@@ -82,7 +82,7 @@ def match_taps(
     return Matcher(baseline, target, fetch_baseline, fetch_target).run(before, guesses, trusted)
 
 
-class _Memory:
+class _LastUsed:
     """Keeps what was computed from the taps that were used last, and their values if these were fetched."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Matcher:
         # Baseline taps whose partner is known even if other taps have the same values.
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
-        self._memory = _Memory()
+        self._memory = _LastUsed()
         # The names of taps whose values no rank has.
         self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
