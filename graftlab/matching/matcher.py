@@ -339,10 +339,12 @@ class Matcher:
 
     def match_parts(self) -> None:
         """Match each remaining tap with a tap of the other side that it is a part, or a repetition, of."""
-        for tap in self.left("target"):
-            self._best_part(tap, "baseline")
-        for tap in self.left("baseline"):
-            self._best_part(tap, "target")
+        inner: list[tuple[RecordedTap, Side]] = [(tap, "baseline") for tap in self.left("target")]
+        inner += [(tap, "target") for tap in self.left("baseline")]
+        # Small weights first: a fused one that they are parts of is then not sought in yet larger ones.
+        for tap, whole in sorted(inner, key=lambda each: 0 if each[0].digest is None else each[0].sketch.numel):
+            if not self.has(tap.name, other_side(whole)):
+                self._best_part(tap, whole)
         self._fill("target")
         self._fill("baseline")
         for tap in (*self.baseline.values(), *self.target.values()):
