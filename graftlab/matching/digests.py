@@ -35,7 +35,8 @@ class Digest:
     @classmethod
     def of(cls, tensor: Tensor) -> Digest:
         """The digest of a dense tensor with elements. It takes about as long as reading the tensor ten times."""
-        flat = flat_elements(tensor)
+        # A column or an expanded weight is a view with strides, and only consecutive bytes have a digest.
+        flat = np.ascontiguousarray(flat_elements(tensor))
         dtype = flat.dtype.str
         if tensor.dim() < 2 or tensor.shape[0] > MOST_ROWS or tensor.is_complex():
             return cls(hashlib.sha256(flat.data).digest() + dtype.encode(), dtype, None, flat.size)
