@@ -104,6 +104,8 @@ class Matcher:
         self.reserved: dict[str, str] = {}
         self.why: dict[str, str] = {}
         self.fetched: list[RecordedTap] = []
+        # The taps that are compared now, whose values must stay.
+        self._in_use: tuple[RecordedTap, ...] = ()
         # The names of taps whose values no rank has.
         self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
@@ -221,6 +223,7 @@ class Matcher:
         return sorted(matching, key=lambda each: each.outer.order)
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
+        self._in_use = outer, inner
         try:
             return find(outer, inner, self._fetch_values, self.limit, self._known)
         except LayoutError as error:
@@ -242,8 +245,13 @@ class Matcher:
         tap.forget()
         tap.value = value.detach()
         self.fetched.append(tap)
-        while len(self.fetched) > 2 and sum(each.in_memory for each in self.fetched) > FETCHED:
-            oldest = self.fetched.pop(0)
+        total = sum(each.in_memory for each in self.fetched)
+        # Without the values of one of the two, the comparison would be of a few extremes.
+        for oldest in [each for each in self.fetched if not any(each is used for used in (*self._in_use, tap))]:
+            if total <= FETCHED:
+                break
+            total -= oldest.in_memory
+            self.fetched = [each for each in self.fetched if each is not oldest]
             oldest.value = None
             oldest.forget()
 
