@@ -183,7 +183,7 @@ class _MatchRecorder(SketchRecorder):
             self.skipped[name] = own
             return value
         before = self.count
-        super().tap(name, own, extras, tags)
+        self._record(name, own, extras, tags, is_computed=shown is not value)
         if self.count == before:
             return value
         recorded = self.newest

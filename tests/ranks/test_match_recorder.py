@@ -132,6 +132,22 @@ def test_a_copied_weight_has_its_value_of_the_run_even_if_training_changes_it() 
     assert fetched.tolist() == list(range(1, 9))
 
 
+@pytest.mark.parametrize("budget", [32, 31])
+def test_a_weight_that_is_computed_from_codes_is_kept_only_within_the_budget(budget: int) -> None:
+    scaled = {"quantisation_scale": torch.tensor(0.5)}
+    codes, weight = torch.arange(8, dtype=torch.int8), torch.arange(8.0)
+
+    def code() -> None:
+        gl.tap("of codes", codes, extras=scaled, kind="param")
+
+    for each in (code, lambda: gl.tap("made", lambda: weight / 2, kind="param")):
+        (found,) = record(each, budget=budget, send=0).taps
+        assert found.digest is not None
+        kept = recorded_value(found.name)
+        assert (kept is None) == (budget < 32)
+        assert kept is None or kept.tolist() == (weight / 2).tolist()
+
+
 def test_an_unchanged_weight_is_sketched_once_in_all_runs_of_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(recorded_taps, "sketch_of", lambda value: made.append(value.numel()) or sketch_of(value))
