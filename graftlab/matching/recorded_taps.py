@@ -166,21 +166,25 @@ class SketchRecorder:
         return RecordedTap.of(name, seen, kind=kind, order=len(self._taps), keep=fits)
 
     def _recorded_weight(self, name: str, value: Tensor, kind: str, is_computed: bool) -> RecordedTap:
-        size = value.numel() * value.element_size()
-        keep = True
+        own, size = value.detach(), value.numel() * value.element_size()
+        kept: Tensor | None
         if is_computed:
-            keep = size <= self._left
-            self._left -= size if keep else 0
-            seen = value.detach().cpu()
+            fits = size <= self._left
+            self._left -= size if fits else 0
+            seen = own.cpu()
+            kept = seen if fits else None
         else:
             fits = size <= self._weights_left
             self._weights_left -= size if fits else 0
-            seen = value.detach().clone() if fits else value
+            # Always a copy, because torch refuses to release memory that numpy has seen, as FSDP does.
+            seen = own.clone() if fits else own.to("cpu", copy=True)
+            kept = seen if fits else own
         # It shows whether a weight that was not copied has changed since.
         digest = Digest.of(seen)
         known = self._sketches.get(digest.whole)
-        recorded = RecordedTap.of(name, seen, kind=kind, order=len(self._taps), keep=keep, sketch=known, digest=digest)
+        recorded = RecordedTap.of(name, seen, kind=kind, order=len(self._taps), sketch=known, digest=digest)
         self._sketches[digest.whole] = recorded.sketch
+        recorded.value = kept
         return recorded
 
 

@@ -102,9 +102,21 @@ def _value_of(tap: RecordedTap | None) -> Tensor | None:
         return None
     if tap.digest is None:
         return tap.value.cpu()
+    if not _has_memory(tap.value):
+        return None
     # Of a copy, because another thread may train the model meanwhile.
     value = tap.value.cpu().clone()
     return value if Digest.of(value).whole == tap.digest.whole else None
+
+
+def _has_memory(value: Tensor) -> bool:
+    """Whether a tensor's memory was not released. FSDP releases that of whole weights once their module has run, and to
+    read it then would end the process.
+    """
+    last = value.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return (last + 1) * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def forget_match() -> None:

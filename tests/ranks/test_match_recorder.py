@@ -148,6 +148,25 @@ def test_a_weight_that_is_computed_from_codes_is_kept_only_within_the_budget(bud
         assert kept is None or kept.tolist() == (weight / 2).tolist()
 
 
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_weight_whose_memory_was_released_has_no_value(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    monkeypatch.setattr(recorded_taps, "COPIED_WEIGHTS", 0)
+    whole = torch.arange(16.0)
+    weight = whole[offset:]
+    for send in (PLENTY, 0):
+        found = record(lambda: tap_weight("w", weight), send=send)
+        kept = values(found)["w[kind=param]"] if send else recorded_value("w[kind=param]")
+        assert kept is not None
+    # As FSDP does after the forward pass of a module.
+    whole.untyped_storage().resize_(4 * offset)
+    assert recorded_value("w[kind=param]") is None
+    whole = torch.arange(16.0)
+    weight = whole[offset:]
+    found = record(lambda: (tap_weight("w", weight), whole.untyped_storage().resize_(0)))
+    assert values(found) == {"w[kind=param]": None}
+    assert found.taps[0].digest is not None
+
+
 def test_an_unchanged_weight_is_sketched_once_in_all_runs_of_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     monkeypatch.setattr(recorded_taps, "sketch_of", lambda value: made.append(value.numel()) or sketch_of(value))
