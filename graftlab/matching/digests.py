@@ -86,7 +86,8 @@ def _strides(whole: Digest, part: Digest) -> Strides | None:
     if not np.array_equal(whole.rows[found], part.rows):
         return None
     rows = fit_places(found.astype(np.int64), (len(found),))
-    if rows is None:
+    if rows is None or min(rows.strides) < 0:
+        # A layout can not take rows in reverse.
         return None
     width = part.width
     return Strides(rows.offset * width, (*rows.radices, width), (*(each * width for each in rows.strides), 1))

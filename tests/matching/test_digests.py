@@ -53,6 +53,11 @@ def test_rows_of_a_weight_are_found_with_their_places(start: int, step: int, cou
     )
 
 
+def test_rows_in_reverse_have_no_places_that_a_layout_could_take() -> None:
+    assert of(X[:5].flip(0), whole=X) == {}
+    assert of(X[::2].flip(0), whole=X) == {}
+
+
 def test_groups_of_heads_are_found_in_a_fused_weight() -> None:
     heads = X.view(4, 6, 6)
     parts = heads[:, :4].reshape(16, 6), heads[:, 4:5].reshape(4, 6), heads[:, 5:].reshape(4, 6)

@@ -90,6 +90,13 @@ def test_equal_fused_and_split_weights_are_paired_without_their_values() -> None
     assert (found.unmatched_baseline, found.unmatched_target) == ({}, {})
 
 
+def test_a_part_whose_rows_are_in_reverse_is_wrong_and_does_not_end_the_match() -> None:
+    q, k = drawn(16, 6), drawn(16, 6, seed=1)
+    found = with_weights(Proposal(()), weights(q_weight=q, k_weight=k), weights(qk_weight=torch.cat([q, k.flip(0)])))
+    assert paired(found) == [("q.weight", "qk.weight", "part(index=0, of=[1, 1], dim=0)", "target")]
+    assert [*found.unmatched_baseline] == ["k.weight[kind=param]"]
+
+
 def test_rounded_weights_are_compared_with_few_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "FETCHED", 0)
     layers = {f"h_{n}_weight": drawn(96, 64, seed=n) for n in range(16)}
