@@ -232,6 +232,13 @@ class Matcher:
             self.why[tap.name] = f"{other.name} could not be tried as its partner: {error}"
             return None
 
+    def bring_weights(self, *taps: RecordedTap) -> None:
+        """Fetch the values of weights that stayed on their ranks. Equal ones need none, unless they are elsewhere."""
+        self._in_use = taps
+        for tap in taps:
+            if tap.digest is not None and tap.value is None:
+                self._fetch_values(tap)
+
     def _fetch_values(self, tap: RecordedTap) -> None:
         """Fetch a tap's values, and drop the oldest fetched ones beyond the budget."""
         side: Side = "baseline" if self.baseline.get(tap.name) is tap else "target"
@@ -452,6 +459,7 @@ class Matcher:
     def by_rule(self, example: Pair, seen: int, baseline: RecordedTap, target: RecordedTap) -> Pair:
         """The pair of two taps that ``seen`` other layers have as ``example``."""
         outer, inner = (baseline, target) if example.whole == "baseline" else (target, baseline)
+        self.bring_weights(outer, inner)
         rel = applied(example.layout, outer, inner)
         note = f"as in {seen} other layers"
         constant = baseline.sketch.constant and target.sketch.constant
