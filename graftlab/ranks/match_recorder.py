@@ -75,9 +75,14 @@ def record_taps(
 def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, RecordedTap]) -> MatchRecord:
     """The record, with up to ``send`` bytes of values; taps with the others go to ``held``.
 
-    Computed values come first, then weights, small ones first: of large ones few are needed.
+    Parts of a whole come first, because they are joined when they arrive. Then come computed values, then weights,
+    small ones first: of large ones few are needed.
     """
-    for tap in sorted(recorder.taps, key=lambda tap: -1 if tap.digest is None else tap.sketch.numel):
+
+    def place(tap: RecordedTap) -> tuple[bool, int]:
+        return tap.name not in recorder.layouts, -1 if tap.digest is None else tap.sketch.numel
+
+    for tap in sorted(recorder.taps, key=place):
         tap.forget()
         if tap.value is None:
             continue

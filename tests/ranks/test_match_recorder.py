@@ -109,6 +109,14 @@ def test_weights_beyond_what_is_sent_stay_where_they_are_and_take_nothing_from_t
     assert fetched.data_ptr() != weight.data_ptr()
 
 
+def test_parts_of_a_whole_which_are_joined_when_they_arrive_are_sent_before_other_values() -> None:
+    def code() -> None:
+        gl.tap("x", X)
+        gl.tap("part", Y, layout="shard(0)", kind="param")
+
+    assert values(record(code, send=Y.nbytes)) == {"x": None, "part[kind=param]": Y.tolist()}
+
+
 def test_a_weight_that_was_not_copied_has_no_value_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_taps, "COPIED_WEIGHTS", 0)
     weight = torch.arange(8.0)
