@@ -90,7 +90,7 @@ def test_equal_fused_and_split_weights_are_paired_without_their_values() -> None
     assert (found.unmatched_baseline, found.unmatched_target) == ({}, {})
 
 
-def test_weights_in_the_wrong_place_are_measured_in_the_right_one_if_they_were_not_sent() -> None:
+def test_weights_in_the_wrong_place_are_measured_even_if_they_were_not_sent() -> None:
     values = {f"layers_{layer}_weight": drawn(8, 6, seed=layer) for layer in range(5)}
     swapped = {**values, "layers_1_weight": values["layers_2_weight"], "layers_2_weight": values["layers_1_weight"]}
     sent = [{tap.name: tap.value for tap in weights(**side)} for side in (values, swapped)]

@@ -109,7 +109,7 @@ def test_weights_beyond_what_is_sent_stay_where_they_are_and_take_nothing_from_t
     assert fetched.data_ptr() != weight.data_ptr()
 
 
-def test_parts_of_a_whole_which_are_joined_when_they_arrive_are_sent_before_other_values() -> None:
+def test_parts_of_a_whole_are_sent_before_other_values() -> None:
     def code() -> None:
         gl.tap("x", X)
         gl.tap("part", Y, layout="shard(0)", kind="param")
