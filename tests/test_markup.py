@@ -22,7 +22,7 @@ from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.store import to_frame
 from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.source_view import source_view
-from graftlab.verdict.wording import ShownMap
+from graftlab.verdict.findings import ShownMap
 
 HOSTILE = '<img src=x>&"'
 

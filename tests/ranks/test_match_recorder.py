@@ -93,7 +93,7 @@ def tap_weight(name: str, weight: torch.Tensor) -> None:
     gl.tap(name, weight, kind="param")
 
 
-def test_weights_beyond_what_is_sent_stay_where_they_are_and_take_nothing_from_the_budget() -> None:
+def test_weights_beyond_what_is_sent_stay_and_take_nothing_from_the_budget() -> None:
     weight = torch.arange(8.0)
 
     def code() -> None:
