@@ -20,9 +20,9 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plots.verdict import unfolding_maps
 from graftlab.rows.rendering import RowsFrame
 from graftlab.rows.store import to_frame
+from graftlab.verdict.findings import ShownMap
 from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.source_view import source_view
-from graftlab.verdict.findings import ShownMap
 
 HOSTILE = '<img src=x>&"'
 
