@@ -395,10 +395,10 @@ class Session(SessionCore):
         """Find by value which tap of the target corresponds to which of the baseline, and in which layout.
 
         ``baseline`` and ``target`` are what :meth:`run` takes. Both sides run once and record their taps, up to
-        ``budget`` bytes per rank; of the rest they record only sketches. Weights are not part of it. Matches are
-        grafted into the target, which runs again, until nothing changes or ``rounds`` are over: behind a fault no value
-        matches until the fault is grafted away. So the target's code must begin from the same state each time. The plan
-        is not used, and no rows are made.
+        ``budget`` bytes per rank; of the rest they record only sketches. Weights are not part of it, except those that
+        are computed from codes. Matches are grafted into the target, which runs again, until nothing changes or
+        ``rounds`` are over: behind a fault no value matches until the fault is grafted away. So the target's code must
+        begin from the same state each time. The plan is not used, and no rows are made.
 
         Where the session listens for jobs, call it without arguments: taps are recorded in a step that the jobs make
         anyway, and each round is another step, in which a plan of the match's own grafts. Those grafts make rows, and

@@ -43,6 +43,9 @@ def _shapes_of_one_value(
         return []
     # Logits of one position may have a dimension for it.
     one, other = ([size for size in each.shape if size != 1] for each in (alone, wide[0]))
+    if not (one and other):
+        # A single number may be of any batch.
+        return []
     return [(one, other) if fewer is ours else (other, one)]
 
 

@@ -35,7 +35,8 @@ class Digest:
     @classmethod
     def of(cls, tensor: Tensor) -> Digest:
         """The digest of a dense tensor with elements. It takes about as long as reading the tensor ten times."""
-        flat = flat_elements(tensor)
+        # A column or an expanded weight is a view with strides, and only consecutive bytes have a digest.
+        flat = np.ascontiguousarray(flat_elements(tensor))
         dtype = flat.dtype.str
         if tensor.dim() < 2 or tensor.shape[0] > MOST_ROWS or tensor.is_complex():
             return cls(hashlib.sha256(flat.data).digest() + dtype.encode(), dtype, None, flat.size)
@@ -85,7 +86,8 @@ def _strides(whole: Digest, part: Digest) -> Strides | None:
     if not np.array_equal(whole.rows[found], part.rows):
         return None
     rows = fit_places(found.astype(np.int64), (len(found),))
-    if rows is None:
+    if rows is None or min(rows.strides) < 0:
+        # A layout can not take rows in reverse.
         return None
     width = part.width
     return Strides(rows.offset * width, (*rows.radices, width), (*(each * width for each in rows.strides), 1))

@@ -248,14 +248,21 @@ class Matcher:
 
     def _find(self, outer: RecordedTap, inner: RecordedTap) -> ValueMatch | None:
         try:
-            found = find(outer, inner, self._fetch_values, self.limit, self._known)
-            self._memory.keep(outer, inner)
-            return found
+            return find(outer, inner, self._fetch_values, self.limit, self._known)
         except LayoutError as error:
             # A candidate that cannot be tried is no partner, but must not cost the other candidates.
             tap, other = (inner, outer) if self.target.get(inner.name) is inner else (outer, inner)
             self.why[tap.name] = f"{other.name} could not be tried as its partner: {error}"
             return None
+        finally:
+            self._memory.keep(outer, inner)
+
+    def bring_weights(self, *taps: RecordedTap) -> None:
+        """Fetch the values of weights that stayed on their ranks. Equal ones need none, unless they are elsewhere."""
+        for tap in taps:
+            if tap.digest is not None and tap.value is None:
+                self._fetch_values(tap)
+        self._memory.keep(*taps)
 
     def _fetch_values(self, tap: RecordedTap) -> None:
         """Fetch a tap's values."""
@@ -471,6 +478,7 @@ class Matcher:
     def by_rule(self, example: Pair, seen: int, baseline: RecordedTap, target: RecordedTap) -> Pair:
         """The pair of two taps that ``seen`` other layers have as ``example``."""
         outer, inner = (baseline, target) if example.whole == "baseline" else (target, baseline)
+        self.bring_weights(outer, inner)
         rel = applied(example.layout, outer, inner)
         note = f"as in {seen} other layers"
         constant = baseline.sketch.constant and target.sketch.constant

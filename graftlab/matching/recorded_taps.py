@@ -99,7 +99,8 @@ class SketchRecorder:
 
     Its ``tap`` is like a grafter's, so :func:`graftlab.taps.routing.handled_by` can install it on a rank. ``kinds``
     maps names to classes of modules. Repeated names are distinguished by their tags, or else counted: ``name#1``.
-    Weights have digests and are not part of the budget. Those beyond :data:`COPIED_WEIGHTS` are not copied.
+    Weights have digests and are not part of the budget. Those beyond :data:`COPIED_WEIGHTS` are not copied. Weights
+    that are computed for their taps, as from codes, are part of it, because the model does not have them in memory.
     ``sketches`` has known sketches of weights by their digests, and gets new ones.
     """
 
@@ -132,21 +133,29 @@ class SketchRecorder:
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         """See :func:`graftlab.tap`; the value is left unchanged."""
         shown = value() if callable(value) and not isinstance(value, Tensor) else value
+        self._record(name, shown, extras, tags, is_computed=shown is not value)
+        return value
+
+    def _record(self, name: str, shown: Any, extras: Any, tags: Mapping[str, Any], *, is_computed: bool) -> None:
+        """Record what a tap shows. ``is_computed`` says that this was made for the tap, so that nothing else has it."""
         if not isinstance(shown, Tensor) or not shown.numel():
             self.skipped[name] = (
                 "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, not a tensor"
             )
-            return value
-        shown = by_extras(shown, extras)
+            return
+        numbers = by_extras(shown, extras)
+        is_computed |= numbers is not shown
         given = {**dict(ambient.get()), **tags}
         full = name_with(name, dict(identity({**given, "name": name}).tags))
         count = sum(known == full or known.startswith(f"{full}#") for known in self._taps) if full in self._taps else 0
         full = f"{full}#{count}" if count else full
-        make = self._recorded_weight if is_data(given) else self._recorded_value
-        recorded = make(full, shown, self._kinds.get(name, ""))
+        kind = self._kinds.get(name, "")
+        if is_data(given):
+            recorded = self._recorded_weight(full, numbers, kind, is_computed)
+        else:
+            recorded = self._recorded_value(full, numbers, kind)
         recorded.tags = given
         self._taps[full] = recorded
-        return value
 
     def _recorded_value(self, name: str, value: Tensor, kind: str) -> RecordedTap:
         size = value.numel() * value.element_size()
@@ -156,16 +165,26 @@ class SketchRecorder:
         seen = value.detach().clone() if fits else value
         return RecordedTap.of(name, seen, kind=kind, order=len(self._taps), keep=fits)
 
-    def _recorded_weight(self, name: str, value: Tensor, kind: str) -> RecordedTap:
-        size = value.numel() * value.element_size()
-        fits = size <= self._weights_left
-        self._weights_left -= size if fits else 0
-        seen = value.detach().clone() if fits else value
+    def _recorded_weight(self, name: str, value: Tensor, kind: str, is_computed: bool) -> RecordedTap:
+        own, size = value.detach(), value.numel() * value.element_size()
+        kept: Tensor | None
+        if is_computed:
+            fits = size <= self._left
+            self._left -= size if fits else 0
+            seen = own.cpu()
+            kept = seen if fits else None
+        else:
+            fits = size <= self._weights_left
+            self._weights_left -= size if fits else 0
+            # Always a copy, because torch refuses to release memory that numpy has seen, as FSDP does.
+            seen = own.clone() if fits else own.to("cpu", copy=True)
+            kept = seen if fits else own
         # It shows whether a weight that was not copied has changed since.
         digest = Digest.of(seen)
         known = self._sketches.get(digest.whole)
         recorded = RecordedTap.of(name, seen, kind=kind, order=len(self._taps), sketch=known, digest=digest)
         self._sketches[digest.whole] = recorded.sketch
+        recorded.value = kept
         return recorded
 
 

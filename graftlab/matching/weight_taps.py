@@ -338,6 +338,7 @@ class _WeightsOfModules:
 
     def _add(self, mine: RecordedTap, tap: RecordedTap, layout: Layout, whole: str) -> None:
         outer, inner = (mine, tap) if whole == "baseline" else (tap, mine)
+        self._matcher.bring_weights(outer, inner)
         rel = applied(layout, outer, inner)
         if rel is None and outer.value is not None and inner.value is not None:
             return

@@ -75,9 +75,14 @@ def record_taps(
 def _record_of(recorder: _MatchRecorder, send: int, held: dict[str, RecordedTap]) -> MatchRecord:
     """The record, with up to ``send`` bytes of values; taps with the others go to ``held``.
 
-    Computed values come first, then weights, small ones first: of large ones few are needed.
+    Parts of a whole come first, because they are joined when they arrive. Then come computed values, then weights,
+    small ones first: of large ones few are needed.
     """
-    for tap in sorted(recorder.taps, key=lambda tap: -1 if tap.digest is None else tap.sketch.numel):
+
+    def place(tap: RecordedTap) -> tuple[bool, int]:
+        return tap.name not in recorder.layouts, -1 if tap.digest is None else tap.sketch.numel
+
+    for tap in sorted(recorder.taps, key=place):
         tap.forget()
         if tap.value is None:
             continue
@@ -102,9 +107,21 @@ def _value_of(tap: RecordedTap | None) -> Tensor | None:
         return None
     if tap.digest is None:
         return tap.value.cpu()
+    if not _has_memory(tap.value):
+        return None
     # Of a copy, because another thread may train the model meanwhile.
     value = tap.value.cpu().clone()
     return value if Digest.of(value).whole == tap.digest.whole else None
+
+
+def _has_memory(value: Tensor) -> bool:
+    """Whether a tensor's memory was not released. FSDP releases that of whole weights once their module has run, and to
+    read it then would end the process.
+    """
+    last = value.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return (last + 1) * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def forget_match() -> None:
@@ -183,7 +200,7 @@ class _MatchRecorder(SketchRecorder):
             self.skipped[name] = own
             return value
         before = self.count
-        super().tap(name, own, extras, tags)
+        self._record(name, own, extras, tags, is_computed=shown is not value)
         if self.count == before:
             return value
         recorded = self.newest

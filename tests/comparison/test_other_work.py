@@ -66,6 +66,9 @@ def test_batches_of_other_sizes_are_recognised_by_logits_of_another_name() -> No
     assert other_batch([chunk], [whole])[0].startswith(
         "The calls have batches of different sizes, 2 on the baseline and 3"
     )
+    # A single score is of any batch.
+    assert other_batch([returning(bare=torch.ones(1, 1))], [returning(score=torch.ones(5, 1), **cache)]) == []
+    assert other_batch([returning(score=torch.ones(1, 1), **cache)], [returning(bare=torch.ones(5, 1))]) == []
     # Equal sizes, another width, and a packed prefill beside a padded one.
     for other in (torch.ones(3, 9), torch.ones(2, 8), torch.ones(9)):
         assert other_batch([whole], [returning(bare=other)]) == []

@@ -74,3 +74,14 @@ def test_a_weight_is_of_another_form_only_if_its_module_nearly_agrees_with_it(
     runs.both.side_effect = map(to_frame, [with_baselines, [row(modules[0]), row(modules[1], **with_own)]])
     expected = {each["name"]: "the baseline's times 2" for each in rows} if is_right else {}
     assert stored_otherwise(runs, rows, 5.0, agrees=False) == expected
+
+
+@pytest.mark.parametrize("beyond", [{"rel_l2": 60.0}, {"nonfinite_differ": 1}])
+@pytest.mark.parametrize("wrong", [{"rel_l2": 0.5}, {"nonfinite_differ": 1}])
+def test_a_baselines_weight_that_is_far_too_large_does_not_excuse_a_wrong_module(
+    beyond: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    rows = [row("up.weight", rel_l2=0.5, own={"kind": "param"})._asdict()]
+    runs = Mock(pair=Mock(return_value=(WEIGHT, 2 * WEIGHT)))
+    runs.both.side_effect = [to_frame([row("up", **each)]) for each in (beyond, wrong)]
+    assert stored_otherwise(runs, rows, 5.0, agrees=False) == {}

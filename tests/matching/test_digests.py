@@ -30,6 +30,12 @@ def test_equal_numbers_have_equal_digests_also_in_16_bits_and_in_other_strides()
     assert len({Digest.of(each).whole for each in (X, X.T, X[:23], X.double(), X.view(-1), X + 1e-7)}) == 6
 
 
+@pytest.mark.parametrize("view", [X[:, 1], X[0, :1].expand(8), X[:, ::2], X[::5]])
+def test_a_view_with_strides_has_the_digest_of_its_numbers(view: torch.Tensor) -> None:
+    assert not view.is_contiguous()
+    assert Digest.of(view).whole == Digest.of(view.contiguous()).whole
+
+
 @pytest.mark.parametrize("tensor", [X.view(-1), X.to(torch.complex64), torch.tensor(3.0)])
 def test_vectors_and_complex_numbers_have_no_digests_of_rows(tensor: torch.Tensor) -> None:
     digest = Digest.of(tensor)
@@ -45,6 +51,11 @@ def test_rows_of_a_weight_are_found_with_their_places(start: int, step: int, cou
     assert {name: taken.tolist() for name, taken in found.items()} == (
         {} if wide or len(part) == 24 else {"whole": part.tolist()}
     )
+
+
+def test_rows_in_reverse_have_no_places_that_a_layout_could_take() -> None:
+    assert of(X[:5].flip(0), whole=X) == {}
+    assert of(X[::2].flip(0), whole=X) == {}
 
 
 def test_groups_of_heads_are_found_in_a_fused_weight() -> None:

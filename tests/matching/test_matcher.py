@@ -180,6 +180,25 @@ def test_values_are_fetched_from_the_side_of_the_tap() -> None:
         assert each.value.tolist() == [value]
 
 
+def test_values_that_are_compared_are_not_dropped_to_fetch_the_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "FETCHED", 4096)
+    values = {name: torch.randn(256, generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate("abcd")}
+    values["a'"] = values["a"] + 1e-5
+    mine, theirs = (
+        [RecordedTap.of(each, values[each], order=0, keep=False) for each in side] for side in ("ab", ["a'"])
+    )
+    found = matcher.Matcher(mine, theirs, values.get, values.get)
+    for each in mine:
+        found._fetch_values(each)
+        assert each.lookup is not None
+    match = found._find(mine[0], theirs[0])
+    assert match is not None
+    assert not match.sampled
+    # What is not compared now has made room.
+    assert [each.name for each in found.fetched] == ["a", "a'"]
+    assert mine[1].value is None
+
+
 def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)

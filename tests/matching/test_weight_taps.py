@@ -92,6 +92,24 @@ def test_equal_fused_and_split_weights_are_paired_without_their_values() -> None
     assert (found.unmatched_baseline, found.unmatched_target) == ({}, {})
 
 
+def test_weights_in_the_wrong_place_are_measured_even_if_they_were_not_sent() -> None:
+    values = {f"layers_{layer}_weight": drawn(8, 6, seed=layer) for layer in range(5)}
+    swapped = {**values, "layers_1_weight": values["layers_2_weight"], "layers_2_weight": values["layers_1_weight"]}
+    sent = [{tap.name: tap.value for tap in weights(**side)} for side in (values, swapped)]
+    found = with_weights(Proposal(()), unsent(**values), unsent(**swapped), sent[0].get, sent[1].get)
+    assert len(found.wrong_weights) == 2
+    by_rule = [pair for pair in found.pairs if pair.sureness == "rule"]
+    assert [pair.target for pair in by_rule] == [f"layers.{layer}.weight[kind=param]" for layer in (1, 2)]
+    assert all(pair.rel is not None and pair.rel > 1 for pair in by_rule)
+
+
+def test_a_part_whose_rows_are_in_reverse_is_wrong_and_does_not_end_the_match() -> None:
+    q, k = drawn(16, 6), drawn(16, 6, seed=1)
+    found = with_weights(Proposal(()), weights(q_weight=q, k_weight=k), weights(qk_weight=torch.cat([q, k.flip(0)])))
+    assert paired(found) == [("q.weight", "qk.weight", "part(index=0, of=[1, 1], dim=0)", "target")]
+    assert [*found.unmatched_baseline] == ["k.weight[kind=param]"]
+
+
 def test_rounded_weights_are_compared_with_few_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "FETCHED", 0)
     layers = {f"h_{n}_weight": drawn(96, 64, seed=n) for n in range(16)}

@@ -93,7 +93,7 @@ def tap_weight(name: str, weight: torch.Tensor) -> None:
     gl.tap(name, weight, kind="param")
 
 
-def test_weights_stay_where_they_are_and_take_nothing_from_the_budget() -> None:
+def test_weights_beyond_what_is_sent_stay_and_take_nothing_from_the_budget() -> None:
     weight = torch.arange(8.0)
 
     def code() -> None:
@@ -107,6 +107,14 @@ def test_weights_stay_where_they_are_and_take_nothing_from_the_budget() -> None:
     assert fetched is not None
     assert fetched.tolist() == weight.tolist()
     assert fetched.data_ptr() != weight.data_ptr()
+
+
+def test_parts_of_a_whole_are_sent_before_other_values() -> None:
+    def code() -> None:
+        gl.tap("x", X)
+        gl.tap("part", Y, layout="shard(0)", kind="param")
+
+    assert values(record(code, send=Y.nbytes)) == {"x": None, "part[kind=param]": Y.tolist()}
 
 
 def test_a_weight_that_was_not_copied_has_no_value_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +138,41 @@ def test_a_copied_weight_has_its_value_of_the_run_even_if_training_changes_it() 
     fetched = recorded_value("w[kind=param]")
     assert fetched is not None
     assert fetched.tolist() == list(range(1, 9))
+
+
+@pytest.mark.parametrize("budget", [32, 31])
+def test_a_weight_that_is_computed_from_codes_is_kept_only_within_the_budget(budget: int) -> None:
+    scaled = {"quantisation_scale": torch.tensor(0.5)}
+    codes, weight = torch.arange(8, dtype=torch.int8), torch.arange(8.0)
+
+    def code() -> None:
+        gl.tap("of codes", codes, extras=scaled, kind="param")
+
+    for each in (code, lambda: gl.tap("made", lambda: weight / 2, kind="param")):
+        (found,) = record(each, budget=budget, send=0).taps
+        assert found.digest is not None
+        kept = recorded_value(found.name)
+        assert (kept is None) == (budget < 32)
+        assert kept is None or kept.tolist() == (weight / 2).tolist()
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_weight_whose_memory_was_released_has_no_value(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    monkeypatch.setattr(recorded_taps, "COPIED_WEIGHTS", 0)
+    whole = torch.arange(16.0)
+    weight = whole[offset:]
+    for send in (PLENTY, 0):
+        found = record(lambda: tap_weight("w", weight), send=send)
+        kept = values(found)["w[kind=param]"] if send else recorded_value("w[kind=param]")
+        assert kept is not None
+    # As FSDP does after the forward pass of a module.
+    whole.untyped_storage().resize_(4 * offset)
+    assert recorded_value("w[kind=param]") is None
+    whole = torch.arange(16.0)
+    weight = whole[offset:]
+    found = record(lambda: (tap_weight("w", weight), whole.untyped_storage().resize_(0)))
+    assert values(found) == {"w[kind=param]": None}
+    assert found.taps[0].digest is not None
 
 
 def test_an_unchanged_weight_is_sketched_once_in_all_runs_of_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
