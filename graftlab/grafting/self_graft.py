@@ -387,7 +387,7 @@ def is_mask(value: torch.Tensor) -> bool:
     if not value.is_floating_point() or value.element_size() < 2:
         return False
     flat = value.detach().reshape(-1)
-    # Nearly all other tensors are told by their first numbers.
+    # The first numbers of nearly all other tensors suffice.
     return all(bool(((part == 0) | (part == 1)).all()) for part in (flat[:_FIRST], flat))
 
 

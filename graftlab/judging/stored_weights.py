@@ -54,7 +54,7 @@ def stored_otherwise(
     finally:
         runs.return_weights()
     # Rounding may be amplified before a module, and its code may be slightly wrong, but not with the right weight.
-    # A value that is a hundred times too large, or not finite, with the baseline's weight excuses no more than that.
+    # If the baseline's weight makes the output far too large, or not finite, this counts as an error of 100 %.
     needed = {tap for tap, off in moved.items() if own.get(tap, 0.0) <= _BETTER * min(off, 1.0)}
     unproven = {group_of(row["name"]) for row, _ in formed if _module(row) not in needed}
     if agrees and unproven:

@@ -340,7 +340,7 @@ class _Side:
         return [*(each for each in found if each not in later), *(replace(each, is_later=True) for each in later)]
 
     def _is_arranged(self, number: int, level: int) -> bool:
-        """Whether the other side has a value, or the values of which it is an arrangement."""
+        """Whether the other side has a value, or the values that it rearranges."""
         arranges_known = self._arranging_known(level)
         return self.level(number) >= level or any(index in arranges_known for index in self._flow.sources[number])
 

@@ -34,7 +34,7 @@ class Digest:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Digest:
-        """The digest of a dense tensor with elements. It takes about as long as reading the tensor ten times."""
+        """The digest of a dense tensor with elements."""
         # A column or an expanded weight is a view with strides, and only consecutive bytes have a digest.
         flat = np.ascontiguousarray(flat_elements(tensor))
         dtype = flat.dtype.str
@@ -87,7 +87,7 @@ def _strides(whole: Digest, part: Digest) -> Strides | None:
         return None
     rows = fit_places(found.astype(np.int64), (len(found),))
     if rows is None or min(rows.strides) < 0:
-        # A layout can not take rows in reverse.
+        # A layout cannot take rows in reverse.
         return None
     width = part.width
     return Strides(rows.offset * width, (*rows.radices, width), (*(each * width for each in rows.strides), 1))

@@ -137,7 +137,7 @@ class SketchRecorder:
         return value
 
     def _record(self, name: str, shown: Any, extras: Any, tags: Mapping[str, Any], *, is_computed: bool) -> None:
-        """Record what a tap shows. ``is_computed`` says that this was made for the tap, so that nothing else has it."""
+        """Record what a tap shows. ``is_computed`` means that this was made for the tap, and is not in the model."""
         if not isinstance(shown, Tensor) or not shown.numel():
             self.skipped[name] = (
                 "is empty" if isinstance(shown, Tensor) else f"is a {type(shown).__name__}, not a tensor"
