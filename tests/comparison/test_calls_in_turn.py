@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import scripts
+from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.inherited_rounding import InheritedRounding
@@ -33,31 +33,33 @@ from graftlab.verdict.findings import Findings
 )
 def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict[str, str], text: str) -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    turns._models, turns._buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
+    turns._so_far.models, turns._so_far.buffers = ["Norm", "Norm"], {"0.running_mean", "0.running_var"}
     findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
     compared = Comparison(findings, 1, turns._session, None, "differ")
-    assert turns._at_last_call(compared).startswith(text)
+    assert turns._so_far.at_last_call(compared).startswith(text)
 
 
 def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    turns._models = ["Net", "Net"]
+    turns._so_far.models = ["Net", "Net"]
     for group, text in (("input.ids@input", "Before call 2, of Net, its inputs differ"), ("fc", "In call 2, of Net:")):
         frame = pd.DataFrame({"group": [group], "label": ["culprit"]})
         findings = Findings(frame, 5.0, 1, inputs=["input.ids@input"])
-        assert turns._at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
+        assert turns._so_far.at_last_call(Comparison(findings, 1, turns._session, None, "differ")).startswith(text)
         # With equal inputs the result still differs, so they do not explain it.
         further = replace(findings, unexplained=["Something after the last tap is computed differently."])
-        assert turns._at_last_call(Comparison(further, 1, turns._session, None, "differ")) == "In call 2, of Net:"
+        assert (
+            turns._so_far.at_last_call(Comparison(further, 1, turns._session, None, "differ")) == "In call 2, of Net:"
+        )
 
 
 def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
-    assert turns._agreed() == ""
-    turns._judged = (0, 0)
+    assert turns._so_far.agreed() == ""
+    turns._so_far.judged = (0, 0)
     assert turns.known == "Nothing was judged yet."
-    turns._updates = 3
-    assert turns._agreed() == "3 updates of the weights agree."
+    turns._so_far.updates = 3
+    assert turns._so_far.agreed() == "3 updates of the weights agree."
 
 
 class InTurn(_HeldInTurn):
@@ -82,13 +84,13 @@ class InTurn(_HeldInTurn):
             )
             for call, answer in enumerate(answers, start=1)
         ]
-        monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: self._left_to_judge.pop(0))
+        monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: self._left_to_judge.pop(0))
 
     def _first(self) -> HeldUnits:
         results = [{"": torch.ones(rows, 3)} for rows in self._rows]
         given = [{"['ids']": torch.tensor(each)} if each else {} for each in self._tokens]
         ours, theirs = (
-            CallDescription("Net", len(self._models) + 1, False, ("a",), each, {}, whole_numbers=numbers)
+            CallDescription("Net", len(self._so_far.models) + 1, False, ("a",), each, {}, whole_numbers=numbers)
             for each, numbers in zip(results, given, strict=True)
         )
         return HeldUnits([ours], [theirs])
@@ -152,7 +154,7 @@ def test_calls_of_other_batches_are_not_paired_after_one_of_them(
     # The batches of calls do not change how many updates there are.
     update = UpdateDescription("SGD", 1, 1, {}, {}, {}, {}, {}, {}, (), (), False)
     assert halves._ended(HeldUnits([ScriptEnd()], [update])).answer == "differ"
-    halves._undecided.clear()
+    halves._so_far.undecided.clear()
     assert halves._ended(once_more).answer == "differ"
     # A warm-up may have another batch than what follows.
     warmed = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"])
@@ -187,4 +189,4 @@ def test_a_call_that_may_inherit_a_flipped_choice_of_an_earlier_one_is_inconclus
 def test_no_call_follows_one_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     turns = InTurn(monkeypatch, tmp_path, ["inconclusive", "differ"], not_repeated=["a"])
     assert turns.judge().answer == "inconclusive"
-    assert len(turns._models) == 1
+    assert len(turns._so_far.models) == 1

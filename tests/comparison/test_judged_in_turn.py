@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import left_to_updates, scripts
+from graftlab.comparison import left_to_updates, scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
@@ -71,11 +71,11 @@ def turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
 
 def test_parts_of_gradients_are_cleared_by_an_update_alone(turns: Any) -> None:
     turns._in_parts = compared(gradient_parts=["w@param_grad"])
-    turns._models.append("Net")
+    turns._so_far.models.append("Net")
     found = turns._concluded()
     assert found.answer == "inconclusive"
     assert found.remarks[0].startswith("Each of the target's ranks has only a summand of some gradients, and no update")
-    turns._updates = 1
+    turns._so_far.updates = 1
     assert turns._concluded().answer == "agree"
 
 
@@ -90,27 +90,27 @@ def test_the_second_of_two_optimizers_follows_before_the_other_side_continues(ah
 def test_an_update_by_other_optimizers_agrees_once_a_later_one_does(turns: Any) -> None:
     part = replace(compared("inconclusive"), left_to_next_update=("w",))
     later = replace(compared("agree"), equal_weights=frozenset({"w", "v"}))
-    turns._updates, turns._undecided_updates = 3, {1: part, 2: compared("inconclusive")}
-    turns._clear_updates(later)
-    assert [*turns._undecided_updates] == [2]
-    turns._undecided_updates[3] = part
+    turns._so_far.updates, turns._so_far.undecided_updates = 3, {1: part, 2: compared("inconclusive")}
+    turns._so_far.clear_updates(later)
+    assert [*turns._so_far.undecided_updates] == [2]
+    turns._so_far.undecided_updates[3] = part
     assert turns._concluded().answer == "inconclusive"
     # No further update shows whether the last one agrees.
-    turns._undecided_updates = {3: part}
+    turns._so_far.undecided_updates = {3: part}
     found = turns._concluded()
     assert (found.answer, found.remarks[0]) == ("agree", "2 updates of the weights agree.")
-    turns._updates, turns._undecided_updates = 1, {1: part}
+    turns._so_far.updates, turns._so_far.undecided_updates = 1, {1: part}
     assert turns._concluded().answer == "inconclusive"
 
 
 def test_weights_of_another_optimizer_that_are_not_equal_later_clear_no_update(turns: Any) -> None:
     """Such as those whose second optimizer makes no step, at a low learning rate."""
     part = replace(compared("inconclusive"), left_to_next_update=("w",))
-    turns._updates, turns._undecided_updates = 2, {1: part}
-    turns._clear_updates(replace(compared("agree"), equal_weights=frozenset({"v"})))
-    turns._undecided_updates[2] = part
+    turns._so_far.updates, turns._so_far.undecided_updates = 2, {1: part}
+    turns._so_far.clear_updates(replace(compared("agree"), equal_weights=frozenset({"v"})))
+    turns._so_far.undecided_updates[2] = part
     found = turns._concluded()
-    assert (found.answer, turns._updates) == ("inconclusive", 2)
+    assert (found.answer, turns._so_far.updates) == ("inconclusive", 2)
     assert "Before update 2 they differ by more than one rounding." in found.remarks
 
 
@@ -142,58 +142,63 @@ def held(baseline: Any = None, target: Any = None) -> HeldUnits:
 
 
 def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
-    turns._models = ["Embed", "Net", "Net"]
-    assert turns._agreed() == "1 call of Embed and 2 calls of Net agree."
-    assert turns._agreed(1) == "1 call of Embed agrees."
-    turns._results = ["Net"] * 2
-    assert turns._agreed() == ("1 call of Embed and 2 calls of Net agree, and so do the results of the next 2 calls.")
-    turns._models, turns._updates = [], 1
-    turns._results = []
-    assert turns._agreed() == "1 update of the weights agrees."
-    turns._updates, turns._results = 0, ["Net"]
-    assert turns._agreed() == "the results of the next 1 call agree."
-    turns._undecided, turns._models = {0: compared("inconclusive"), 1: compared("inconclusive")}, ["Net", "Net"]
-    turns._results = []
-    assert turns._agreed() == "Calls 1 and 2 can only be judged in part."
-    assert turns._agreed(1) == "Call 1 can only be judged in part."
-    turns._undecided, turns._models = dict.fromkeys(range(3), compared("inconclusive")), ["Net"] * 3
-    assert turns._agreed() == "Calls 1, 2 and 3 can only be judged in part."
+    turns._so_far.models = ["Embed", "Net", "Net"]
+    assert turns._so_far.agreed() == "1 call of Embed and 2 calls of Net agree."
+    assert turns._so_far.agreed(1) == "1 call of Embed agrees."
+    turns._so_far.results = ["Net"] * 2
+    assert turns._so_far.agreed() == (
+        "1 call of Embed and 2 calls of Net agree, and so do the results of the next 2 calls."
+    )
+    turns._so_far.models, turns._so_far.updates = [], 1
+    turns._so_far.results = []
+    assert turns._so_far.agreed() == "1 update of the weights agrees."
+    turns._so_far.updates, turns._so_far.results = 0, ["Net"]
+    assert turns._so_far.agreed() == "the results of the next 1 call agree."
+    turns._so_far.undecided, turns._so_far.models = (
+        {0: compared("inconclusive"), 1: compared("inconclusive")},
+        ["Net", "Net"],
+    )
+    turns._so_far.results = []
+    assert turns._so_far.agreed() == "Calls 1 and 2 can only be judged in part."
+    assert turns._so_far.agreed(1) == "Call 1 can only be judged in part."
+    turns._so_far.undecided, turns._so_far.models = dict.fromkeys(range(3), compared("inconclusive")), ["Net"] * 3
+    assert turns._so_far.agreed() == "Calls 1, 2 and 3 can only be judged in part."
 
 
 @pytest.mark.parametrize(("calls", "updates"), [(1, 0), (0, 1)])
 def test_after_an_interrupt_what_was_judged_so_far_is_said(calls: int, updates: int, turns: Any) -> None:
-    turns._models, turns._updates = ["Net"], 1
+    turns._so_far.models, turns._so_far.updates = ["Net"], 1
     assert turns.known == "Nothing was judged yet."
-    turns._judged = calls, updates
+    turns._so_far.judged = calls, updates
     assert turns.known == ("So far: 1 call of Net agrees." if calls else "So far: 1 update of the weights agrees.")
 
 
 def test_a_single_call_that_proves_nothing_has_its_reasons_in_its_own_text(turns: Any) -> None:
-    turns._models, turns._undecided = ["Net"], {0: compared("inconclusive", ["its reason"])}
+    turns._so_far.models, turns._so_far.undecided = ["Net"], {0: compared("inconclusive", ["its reason"])}
     found = turns._concluded(["more calls"])
     assert (found.answer, [each for each in found.remarks if each]) == ("inconclusive", ["more calls", "its reason"])
-    turns._models.append("Net")
+    turns._so_far.models.append("Net")
     assert turns._concluded().remarks[0] == "1 call of Net agrees. Call 1 can only be judged in part."
-    turns._models.pop()
-    turns._updates = 1
+    turns._so_far.models.pop()
+    turns._so_far.updates = 1
     assert turns._concluded().remarks[0].startswith("1 update of the weights agrees.")
 
 
 def test_how_the_runs_were_made_and_what_was_passed_are_part_of_the_answer(turns: Any) -> None:
-    turns._raised = ["a call that raises"]
+    turns._so_far.raised = ["a call that raises"]
     found = turns._with(compared("agree", ["own"]), ("first",), "inconclusive")
     assert (found.answer, found.remarks) == ("inconclusive", ("first", "own", "a call that raises"))
     assert (found.how, found.starts) == (scripts._HOW, 0)
-    turns._started = Started()
+    turns._unit_judge.started = Started()
     found = turns._with(compared("differ"), ())
     assert (found.answer, found.how, found.starts) == ("differ", how_started(3), 3)
-    turns._started.starts = 0
+    turns._unit_judge.started.starts = 0
     assert turns._with(compared(), ()).how == scripts._HOW
 
 
 def test_where_something_differs_it_is_said_in_which_call_or_update(turns: Any) -> None:
     def said(models: Sequence[str], updates: int = 0, since: int = 1, **found: Any) -> str:
-        turns._models, turns._updates, turns._since_update = list(models), updates, since
+        turns._so_far.models, turns._so_far.updates, turns._so_far.since_update = list(models), updates, since
         return "".join(turns._at_last(compared("differ", **found)).remarks[:1])
 
     assert said(["Net"]) == ""
@@ -256,7 +261,7 @@ def test_pairs_of_a_model_are_in_force_only_for_its_calls(turns: Any, monkeypatc
         given.append(known)
         return replace(compared(), match=f"pairs of {ours[0].model}")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(scripts, "judge_held_calls", judge)
+    monkeypatch.setattr(unit_judge, "judge_held_calls", judge)
     edits = []
     for model in ("Embed", "Embed", "Net", "Embed", "Embed"):
         turns._judge_call(held(call(model), call(model)))
@@ -265,35 +270,35 @@ def test_pairs_of_a_model_are_in_force_only_for_its_calls(turns: Any, monkeypatc
     first = "pairs of Embed"
     assert given == [None, first, None, first, first]
     assert edits == [[], [], [{"pairs": None}], [{"pairs": first}], []]
-    assert turns._models == ["Embed", "Embed", "Net", "Embed", "Embed"]
-    assert turns._apart == {"w": 0.1}
+    assert turns._so_far.models == ["Embed", "Embed", "Net", "Embed", "Embed"]
+    assert turns._unit_judge._apart == {"w": 0.1}
 
 
 def test_a_call_that_cannot_be_repeated_is_judged_by_starting_again_or_refused(
     turns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared())
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: compared())
     cannot = held(call(fails_when_repeated="KeyError"))
     refused = turns._judge_call(cannot)
-    assert refused.remarks[-1] == f"{scripts._REFUSED} --keep-going refuses that."
-    turns._choice = ScriptChoice(restart=False)
-    assert turns._judge_call(cannot).remarks[-1] == f"{scripts._REFUSED} --no-restart refuses that."
+    assert refused.remarks[-1] == f"{unit_judge._REFUSED} --keep-going refuses that."
+    without: Any = _HeldInTurn(SESSION, ScriptChoice(restart=False))
+    assert without._judge_call(cannot).remarks[-1] == f"{unit_judge._REFUSED} --no-restart refuses that."
     assert turns._judge_call(held()).remarks == ()
-    turns._started = Started()
+    turns._unit_judge.started = Started()
     assert turns._judge_call(held()).answer == "agree"
-    assert (turns._started.judged, turns.announced) == ([], [])
+    assert (turns._unit_judge.started.judged, turns.announced) == ([], [])
     assert turns._judge_call(cannot).answer == "differ"
-    assert len(turns._started.judged) == 1
+    assert len(turns._unit_judge.started.judged) == 1
     (said,) = turns.announced
     assert "The scripts will be started again" in said
     # A difference that was found anyway needs no other start.
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared("differ", not_repeated=["a"]))
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: compared("differ", not_repeated=["a"]))
     assert turns._judge_call(held()).answer == "differ"
-    assert len(turns._started.judged) == 1
+    assert len(turns._unit_judge.started.judged) == 1
     # A verdict may show it later than the description.
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: compared("inconclusive", not_repeated=["a"]))
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: compared("inconclusive", not_repeated=["a"]))
     assert turns._judge_call(held()).answer == "differ"
-    assert len(turns._started.judged) == 2
+    assert len(turns._unit_judge.started.judged) == 2
 
 
 def test_an_update_knows_how_far_each_weights_gradient_was_apart_in_calls(
@@ -304,20 +309,20 @@ def test_an_update_knows_how_far_each_weights_gradient_was_apart_in_calls(
     given = [("w", "param_grad", 0.3), ("w", "param_grad", 0.1), ("v", "param_grad", float("nan")), ("u", "grad", 0.9)]
     rows = [{**row, "name": name, "tags": {"kind": kind}, "error": error} for name, kind, error in given]
     judged = replace(one, findings=replace(one.findings, frame=pd.DataFrame(rows)))
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda *_: judged)
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: judged)
     turns._judge_call(held())
-    assert turns._apart == {"w": 0.3}
+    assert turns._unit_judge._apart == {"w": 0.3}
 
 
 def test_a_call_that_proves_nothing_is_followed_unless_it_cannot_be_repeated(turns: Any) -> None:
     unclear = compared("inconclusive")
-    assert turns._may_follow(held(), unclear)
-    assert not turns._may_follow(held(), replace(unclear, is_last=True))
+    assert turns._unit_judge.may_follow(held(), unclear)
+    assert not turns._unit_judge.may_follow(held(), replace(unclear, is_last=True))
     cannot = held(call(fails_when_repeated="KeyError"))
-    assert not turns._may_follow(cannot, unclear)
-    turns._started = Started()
-    assert turns._may_follow(cannot, unclear)
-    assert not turns._may_follow(held(), compared("inconclusive", target_not_repeated=["a"]))
+    assert not turns._unit_judge.may_follow(cannot, unclear)
+    turns._unit_judge.started = Started()
+    assert turns._unit_judge.may_follow(cannot, unclear)
+    assert not turns._unit_judge.may_follow(held(), compared("inconclusive", target_not_repeated=["a"]))
 
 
 def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
@@ -330,22 +335,22 @@ def test_an_update_is_judged_with_the_newest_pairs_and_kept_if_it_agrees(
         given.append((proposal, dict(apart)))
         return compared(answers.pop(0))
 
-    monkeypatch.setattr(scripts, "judge_held_updates", judge)
-    turns._proposals, turns._apart = {("A", "A"): "of A", ("B", "B"): "of B"}, {"w": 0.1}
-    turns._since_update = 4
-    assert turns._judge_update(held(update(), update())).answer == "agree"
+    monkeypatch.setattr(unit_judge, "judge_held_updates", judge)
+    turns._unit_judge._proposals, turns._unit_judge._apart = {("A", "A"): "of A", ("B", "B"): "of B"}, {"w": 0.1}
+    turns._so_far.since_update = 4
+    assert turns._judged_update(held(update(), update())).answer == "agree"
     assert given == [("of B", {"w": 0.1})]
-    assert (turns._updates, turns._since_update) == (1, 0)
+    assert (turns._so_far.updates, turns._so_far.since_update) == (1, 0)
     assert SESSION.runs == [(KEEP, KEEP)]
     turns._left_to_updates = [left_to_updates._SPLIT_DIFFERENTLY]
-    differing = turns._judge_update(held(update(), update()))
+    differing = turns._judged_update(held(update(), update()))
     assert differing.remarks[-1].startswith(
         "Not checked: single calls, whose results have different shapes on the two sides"
     )
     assert len(SESSION.runs) == 1
-    turns._started = Started()
-    turns._judge_update(held(update(number=3), update(number=4)))
-    assert turns._started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
+    turns._unit_judge.started = Started()
+    turns._judged_update(held(update(number=3), update(number=4)))
+    assert turns._unit_judge.started.kept == [{"baseline": ("update", 3), "target": ("update", 4)}]
     assert turns.announced == []
 
 
@@ -353,7 +358,7 @@ def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
     turns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Answer] = ["inconclusive", "agree"]
-    monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared(answers[0], [answers.pop(0)]))
+    monkeypatch.setattr(unit_judge, "judge_held_updates", lambda *_: compared(answers[0], [answers.pop(0)]))
     following = [held(update(number=2), update(number=2)), None]
     both = held(update(), update())
     turns._first = lambda: both
@@ -365,20 +370,20 @@ def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
     assert found.remarks[-1] == "inconclusive"
     # The target continues with the baseline's values, as after an update that agrees.
     assert SESSION.runs == [(KEEP, KEEP)] * 2
-    assert not turns._may_follow(held(update(not_repeated=True), update()), found)
+    assert not turns._unit_judge.may_follow(held(update(not_repeated=True), update()), found)
 
 
 def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
     by_closure = held(update(has_closure=True), update())
     with pytest.raises(SessionError, match="the scripts begin with an update by a closure"):
-        turns._judge_update(by_closure)
-    turns._judged, turns._compared = (1, 0), compared("differ", ["of call 1"])
-    found = turns._judge_update(by_closure)
-    assert (found.answer, found.remarks[0], turns._updates) == ("agree", "of call 1", 0)
+        turns._judged_update(by_closure)
+    turns._so_far.judged, turns._compared = (1, 0), compared("differ", ["of call 1"])
+    found = turns._judged_update(by_closure)
+    assert (found.answer, found.remarks[0], turns._so_far.updates) == ("agree", "of call 1", 0)
     assert found.remarks[-1].endswith("--keep-going refuses that.")
-    turns._started = Started()
-    assert turns._judge_update(by_closure).remarks == ()
-    assert len(turns._started.judged) == len(turns.announced) == 1
+    turns._unit_judge.started = Started()
+    assert turns._judged_update(by_closure).remarks == ()
+    assert len(turns._unit_judge.started.judged) == len(turns.announced) == 1
 
 
 def test_calls_that_may_do_different_work_differ_with_that_remark() -> None:
@@ -404,15 +409,15 @@ def in_other_order(
     following: list[Any] = [*calls[1:], *last, None]
 
     def judge(turns: Any, held: HeldUnits) -> Comparison:
-        turns._models.append("Net")
-        turns._proposals.setdefault(("Net", "Net"), None)
+        turns._so_far.models.append("Net")
+        turns._unit_judge._proposals.setdefault(("Net", "Net"), None)
         left = len([*calls[1:], *last, None]) - len(following)
         return compared(
             "differ" if left_to_updates._needs_differ(held) else "agree", ["of a call", f"after {left} units"]
         )
 
     monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)
-    monkeypatch.setattr(scripts, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
+    monkeypatch.setattr(unit_judge, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
     turns._first = lambda: calls[0]
     turns._brought_together = lambda held: held
     turns._next = lambda side, before: following.pop(0)
@@ -429,7 +434,7 @@ def test_calls_in_another_order_are_left_to_the_update_that_follows(
     assert found.remarks[0] == "1 update of the weights agrees."
     assert found.remarks[-2:] == ("of an update", left_to_updates._IN_OTHER_ORDER)
     # Pairs found between calls of different work are not used again.
-    assert turns._proposals == {}
+    assert turns._unit_judge._proposals == {}
 
 
 @pytest.mark.parametrize("last", [[], [held(update(), update())]])
@@ -479,7 +484,7 @@ def test_the_side_that_calls_while_the_other_updates_continues_alone(turns: Any)
 def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts, "scripts_of", lambda session: {})
     ended = object.__new__(ScriptEnd)
-    turns._models, turns._judged = ["Net"], (1, 0)
+    turns._so_far.models, turns._so_far.judged = ["Net"], (1, 0)
     monkeypatch.setattr(scripts, "other_exit_code", lambda ended: None)
     for units, said in (
         (held(call(), ended), "1 call of Net agrees. Then the baseline calls a model again, and the target ends"),
@@ -499,11 +504,11 @@ def test_a_side_that_calls_again_after_the_other_ended_differs(turns: Any, monke
     # The code of a script that continues is not known.
     monkeypatch.setattr(scripts, "other_exit_code", lambda ended: pytest.fail("it has not ended"))
     assert turns._ended(held(call(), ended)).answer == "differ"
-    turns._judged = None
-    turns._raised = ["only raised"]
+    turns._so_far.judged = None
+    turns._so_far.raised = ["only raised"]
     with pytest.raises(SessionError, match="only raised"):
         turns._ended(held(ended, ended))
-    turns._raised = []
+    turns._so_far.raised = []
     with pytest.raises(SessionError, match=scripts._NOTHING_TO_JUDGE):
         turns._ended(held(ended, ended))
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from graftlab.comparison import scripts
+from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
@@ -163,8 +163,8 @@ def of_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         made.append(Compared(tmp_path, ScriptChoice(**choice)))
         return made[-1]
 
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda _, *sides: made[-1].answer("call", *sides[:2]))
-    monkeypatch.setattr(scripts, "judge_held_updates", lambda _, *sides: made[-1].answer("update", *sides[:2]))
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda _, *sides: made[-1].answer("call", *sides[:2]))
+    monkeypatch.setattr(unit_judge, "judge_held_updates", lambda _, *sides: made[-1].answer("update", *sides[:2]))
     monkeypatch.setattr(scripts, "scripts_of", lambda session: {})
     monkeypatch.setattr(scripts, "other_exit_code", lambda ended: None)
     monkeypatch.setattr(scripts, "time", SimpleNamespace(monotonic=lambda: made[-1].scripts.now if made else 0.0))
@@ -198,12 +198,12 @@ def test_only_held_calls_match_weights_that_names_leave_unpaired(
         given.append(choice)
         return compared("agree")
 
-    monkeypatch.setattr(scripts, "judge_held_calls", lambda *parts: judge(parts[3]))
+    monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *parts: judge(parts[3]))
     assert of_scripts(judging=JudgingChoice(threshold=7.0)).judge(calls(1)).answer == "agree"
     assert given == [JudgingChoice(threshold=7.0, match_trained=True)]
     refused = of_scripts()
     refused.started = Mock(starts=3, judge_call=lambda *parts: judge(parts[2]))
-    monkeypatch.setattr(scripts, "why_not_repeated", lambda _: "It cannot be repeated.")
+    monkeypatch.setattr(unit_judge, "why_not_repeated", lambda _: "It cannot be repeated.")
     refused.judge(calls(1))
     assert given[1:] == [JudgingChoice(match_trained=True), JudgingChoice()]
 
@@ -293,7 +293,7 @@ def test_further_results_are_looked_at_as_long_as_the_judgement_took(
     found.seconds = seconds
     agree = found.judge(call(number) for number in itertools.count(1))
     assert agree.remarks[1] == scripts._NOT_ALL
-    assert len(found.turns._results) == looked_at
+    assert len(found.turns._so_far.results) == looked_at
 
 
 @pytest.mark.parametrize("how", ["keep_going", "started"])
@@ -508,7 +508,7 @@ def test_the_loss_of_a_micro_batch_is_judged_by_its_update_alone(
     found.answers = {"call 1": sums()}
     result = found.judge([part(1, 4), *updates], [part(1, 2), *([part(2, 2)] if updates else []), *updates])
     # Gradients of other rows do not show how far rounding moves them.
-    assert found.turns._apart == {}
+    assert found.turns._unit_judge._apart == {}
     if updates:
         assert found.judged == ["call 1", "update 1"]
         assert (result.answer, result.remarks[0]) == ("agree", "1 update of the weights agrees.")
@@ -789,7 +789,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, result: object, **choice: Any) -> A
     made: list[Any] = []
 
     def judge(turns: Any) -> object:
-        made.append(turns._started)
+        made.append(turns._unit_judge.started)
         if isinstance(result, BaseException):
             raise result
         return result
