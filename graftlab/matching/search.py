@@ -209,7 +209,8 @@ def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Val
 def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[Strides], Places, Places]:
     """The usual arrangements of one shape in another, a few elements, and their places in each arrangement."""
     whole = math.prod(outer) == math.prod(inner)
-    found = list(itertools.islice((permutations if whole else slices)(outer, inner), MAX_SPLITS))
+    every = permutations(outer, inner, any_split=True) if whole else slices(outer, inner)
+    found = list(itertools.islice(every, MAX_SPLITS))
     few = np.random.default_rng(0).integers(0, math.prod(inner), TRIED)
     return found, few, np.array([each.places(few) for each in found], np.int64).reshape(len(found), TRIED)
 

@@ -195,8 +195,12 @@ def _factored(extent: int, parts: int) -> list[tuple[int, ...]]:
     return [(n, *rest) for n in divisors for rest in _factored(extent // n, parts - 1) if math.prod(rest) > 1]
 
 
-def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
-    """The arrangements to try if no value is unique: dimensions are split to fit, and permuted."""
+def permutations(whole: Sequence[int], shape: Sequence[int], *, any_split: bool = False) -> Iterator[Strides]:
+    """The arrangements to try if no value is unique: dimensions are split to fit, and permuted.
+
+    With ``any_split``, one dimension is also split into any two factors, as where a head reads channels and patches in
+    the other order. The shape does not show these factors.
+    """
     extents = tuple(extent for extent in whole if extent > 1) or (1,)
     wanted = set(shape)
     seen = set()
@@ -206,6 +210,12 @@ def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides
             if 1 < other < extent and extent % other == 0:
                 for pair in ((other, extent // other), (extent // other, other)):
                     splits.append((*extents[:dim], *pair, *extents[dim + 1 :]))
+    if any_split:
+        splits += [
+            (*extents[:dim], *pair, *extents[dim + 1 :])
+            for dim, extent in enumerate(extents)
+            for pair in _factored(extent, 2)
+        ]
     for atoms in dict.fromkeys(splits):
         if len(atoms) > 5:
             continue

@@ -119,6 +119,17 @@ def test_the_arrangements_tried_under_noise_split_a_dimension_in_either_order(si
     )
 
 
+@pytest.mark.parametrize("text", ["a (b c) -> a (c b), c=12", "(a b) c -> (b a) c, b=6", "(a b) c -> c (b a), b=6"])
+def test_a_rounded_weight_is_found_in_an_order_that_no_shape_shows(text: str) -> None:
+    # As a head that reads channels and patches. Of uniform numbers in 16 bits, hardly one is unique.
+    weight = torch.rand(24, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layout = parse_layout(text)
+    found = find(RecordedTap.of("head", weight), RecordedTap.of("head", layout.local(weight).contiguous()))
+    assert found is not None
+    assert found.exact
+    assert torch.equal(found.layout.local(weight), layout.local(weight))
+
+
 def test_a_tensor_as_large_as_the_whole_is_not_a_part() -> None:
     assert list(slices((2, 6), (2, 6))) == []
 
