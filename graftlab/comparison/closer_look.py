@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graftlab.base.tap_groups import group_of, kind_of_group
-from graftlab.base.text import first_of
+from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import answer_of, moves
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
@@ -22,26 +22,41 @@ from graftlab.verdict.wording import NOT_CHECKED
 if TYPE_CHECKING:
     from graftlab.matching.proposal import Proposal
 
+# Kinds of taps that show what a call is given.
+_GIVEN = ("input", "param")
 # Four roundings at random add about five times as much as one.
 _MOVED = 3.0
 
 
+@dataclass(frozen=True)
+class CloserLook:
+    """The verdict after a look at the same call in more bits, and sentences on it.
+
+    ``may_be_rounding`` says whether weights that the target alone has, rounded to 16 bits, may explain what differs.
+    ``doubt`` is a sentence on what 16 bits may hide, if the look failed.
+    """
+
+    verdict: Verdict
+    said: tuple[str, ...] = ()
+    may_be_rounding: bool = False
+    doubt: str | None = None
+
+
 def in_more_bits(
     repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
-) -> tuple[Verdict, list[str], bool]:
-    """The verdict after a look at the same call in float32, if 16 bits may hide a mistake; sentences on it; and whether
-    merged weights, rounded to 16 bits, may explain what differs.
-    """
+) -> CloserLook:
+    """Look at the same call in float32, if 16 bits may hide a mistake."""
     try:
         wide = _closer_look(repeats, verdict, choice, is_first)
     except NoCloserLookError as error:
-        return verdict, [f"{NOT_CHECKED}the same call in float32: {error}."], False
+        why = f"{NOT_CHECKED}the same call in float32: {error}."
+        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal))
     except GraftError as error:
         # The verdict on the call itself stands.
-        why = str(error).splitlines()[0]
-        return verdict, [f"{NOT_CHECKED}the same call in float32, which failed: {why}"], False
+        why = f"{NOT_CHECKED}the same call in float32, which failed: {str(error).splitlines()[0]}"
+        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal))
     if wide is None:
-        return verdict, [], False
+        return CloserLook(verdict)
     found = wide.findings
     if found.in_float32 is None:
         narrow = dict.fromkeys(each for each in verdict.frame["dtype"] if each in DTYPES_OF_16_BITS)
@@ -55,7 +70,7 @@ def in_more_bits(
                 repeats, found, choice, proposal, is_first
             )
         said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
-        return wide, [merged, said] if merged else [said], merged is not None
+        return CloserLook(wide, (merged, said) if merged else (said,), may_be_rounding=merged is not None)
     if found.is_rounding_possible and found.choices:
         chosen = found.choices[0]
         sentence = (
@@ -63,14 +78,33 @@ def in_more_bits(
             f"({chosen.operation.partition('(')[0]}, {chosen.stack[0]}): rounding may have made what it chooses from "
             "equal or changed its order, or the target rounds more, or has other code for 16 bits."
         )
-        return wide, [sentence], False
+        return CloserLook(wide, (sentence,))
     if not found.unexplained:
-        return wide, [], False
+        return CloserLook(wide)
     sentence = (
         f"In {found.looked_in}, from the same numbers, the calls agree. In 16 bits they differ, though every module "
         "agrees from equal inputs: rounding may have changed a choice, such as a router's, or the target rounds more."
     )
-    return wide, [sentence], False
+    return CloserLook(wide, (sentence,))
+
+
+def _between_few_taps(verdict: Verdict, proposal: Proposal | None) -> str | None:
+    """A sentence if most of the baseline's taps of values have no partner, so that rounding adds up between the others
+    and hides more; else None.
+    """
+    if proposal is None:
+        return None
+    frame = verdict.frame
+    compared = len({*frame.loc[frame["ratio"].notna() & ~frame["group"].map(kind_of_group).isin(_GIVEN), "name"]})
+    alone = sum((TapCallName.of(name).tags or {}).get("kind") is None for name in proposal.unmatched_baseline)
+    if compared >= alone:
+        return None
+    narrow = [each for each in DTYPES_OF_16_BITS if each in {*frame["dtype"]}] or [verdict.findings.computed_in]
+    were = "was" if compared == 1 else "were"
+    return (
+        f"{counted(compared, 'tap')} of values {were} compared, and {alone} of the baseline's have no partner. Between "
+        f"so few, rounding to {' and '.join(narrow)} adds up, and may hide a mistake. Compare both in float32."
+    )
 
 
 def rounding_may_hide_mistakes(verdict: Verdict) -> bool:
@@ -171,8 +205,17 @@ def _rounded_alone(
     named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
     parsed = map(TapCallName.of, proposal.unmatched_target)
     alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
-    if wide.unexplained or wide.data or not len(named) or not alone or wide.looked_in != "float32":
+    if wide.unexplained or wide.data or not len(named) or not alone:
         return None
+    if wide.looked_in != "float32":
+        # These numbers cannot be moved there.
+        if not (named["added"] <= max(map(roundoff, DTYPES_OF_16_BITS))).all():
+            return None
+        return (
+            f"The target alone has {first_of(alone)}. If these are rounded to 16 bits, as a table that the baseline "
+            f"computes in each call, that may explain what follows (up to {named['added'].max():.2g}), and so may a "
+            "mistake. Compare both in float32."
+        )
     try:
         moved = repeats.in_float32(choice, is_first=is_first, rounded_otherwise=alone, explain=False)
     except GraftError:

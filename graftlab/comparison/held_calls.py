@@ -22,7 +22,7 @@ from graftlab.comparison.call_remarks import (
     not_trusted,
     rounds_earlier,
 )
-from graftlab.comparison.closer_look import in_more_bits
+from graftlab.comparison.closer_look import CloserLook, in_more_bits
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
@@ -75,13 +75,17 @@ def judge_held_calls(
     verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
     if inherited is not None:
         verdict = replace(verdict, findings=inherited.without_earlier_results(verdict.findings))
-    trusted, merged = not remarks, False
+    trusted, look = not remarks, CloserLook(verdict)
     if trusted:
         is_first = all(each.number <= 1 for each in (*baseline, *target))
-        verdict, seen, merged = in_more_bits(repeats, verdict, choice, proposal, is_first)
-        remarks += seen
+        look = in_more_bits(repeats, verdict, choice, proposal, is_first)
+        remarks += look.said
+    verdict = look.verdict
     findings, pairs = verdict.findings, repeats.session.plan.pairs
-    conclusion = _conclude(baseline, target, findings, pairs, choice.threshold, proposal, trusted, merged)
+    conclusion = _conclude(baseline, target, findings, pairs, choice.threshold, proposal, trusted)
+    if look.may_be_rounding and conclusion.answer == "differ":
+        conclusion.answer = "inconclusive"
+    conclusion.doubt(look.doubt)
     differ = conclusion.answer == "differ"
     if proposal is not None:
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
@@ -135,18 +139,15 @@ def _conclude(
     threshold: float,
     proposal: Proposal | None,
     trusted: bool,
-    merged: bool,
 ) -> ReasonedAnswer:
     """The answer of these findings, and of what else the calls show. ``trusted`` is false if a call cannot be repeated,
-    or has no pairs; ``merged`` is true if merged weights may explain what differs.
+    or has no pairs.
     """
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and have_equal_rows(baseline, target, threshold))
     # Pairs that contradict each other are the last reason: the others say more.
     conclusion = ReasonedAnswer(answer_of(replace(findings, contradicting_pairs=()), trusted, known))
-    if merged and conclusion.answer == "differ":
-        conclusion.answer = "inconclusive"
     if findings.in_float32 is None:
         conclusion.doubt(sentence_on_single_taps(findings.frame))
     if without := difference_without_taps(baseline, target, results.differences, threshold, pairs):

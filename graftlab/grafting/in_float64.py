@@ -44,8 +44,9 @@ class CoarseDtypes:
 def in_float64(*, rounds_stored: bool = False) -> Iterator[CoarseDtypes]:
     """Have this thread's operators compute in float64, whatever lower precision their inputs have.
 
-    Their results stay in float64, so nothing is rounded between them. Writes into an existing tensor, and random
-    numbers, keep their dtype; an operator without a float64 version runs unchanged. With ``rounds_stored``, also of an
+    Their results stay in float64, so nothing is rounded between them. So are new tensors of 16 bits without values, or
+    with values that 16 bits hold exactly, such as a mask. Writes into an existing tensor, and random numbers, keep
+    their dtype; an operator without a float64 version runs unchanged. With ``rounds_stored``, also of an
     outer call, float32 tensors that no operator has computed, such as weights, are still rounded where the code
     converts them to 16 bits.
     Yields the dtypes of 16 bits that the operators reach, which are complete at the end.
@@ -111,7 +112,9 @@ class _Float64Mode(UntracedMode):
         if _PACKED.search(schema.name) is None:
             dtypes = [each.dtype for each in tensors_in(args)]
             asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-            if _FLOATING.isdisjoint(dtypes) or _WIDE.keys().isdisjoint([*dtypes, *asked]):
+            if _FLOATING.isdisjoint(dtypes):
+                return _made(func, args, kwargs)
+            if _WIDE.keys().isdisjoint([*dtypes, *asked]):
                 return func(*args, **kwargs)
             with contextlib.suppress(RuntimeError):  # no float64 version, as for some fused attention
                 return func(*_wide(args), **_wide(kwargs))
@@ -120,8 +123,26 @@ class _Float64Mode(UntracedMode):
 
 # They compute nothing, and would copy much data.
 _MOVES = {torch.ops.aten.embedding.default}
+# The memory that these return is not read before something is written to it.
+_WITHOUT_VALUES = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops.aten.empty_like.default,
+}
 # Some of these misread float64 as a different dtype, without a check.
 _PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
+
+
+def _made(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator that is given no floating-point numbers: in float64 if 16 bits would not round it."""
+    result = func(*args, **kwargs)
+    takes_dtype = any(each.name == "dtype" for each in func._schema.arguments)
+    if not (takes_dtype and isinstance(result, torch.Tensor) and result.dtype in _COARSE):
+        return result
+    wide = func(*args, **{**kwargs, "dtype": torch.float64})
+    return wide if func in _WITHOUT_VALUES or torch.equal(wide, result.to(torch.float64)) else result
 
 
 def _returns_views(func: Any) -> bool:

@@ -14,6 +14,7 @@ import pandas as pd
 
 from graftlab.base.tap_groups import kind_of_group
 from graftlab.control.verdicts import Verdict
+from graftlab.diffs.rounding import DTYPES_OF_16_BITS
 from graftlab.judging.attempts import Attempts
 from graftlab.judging.effects import Effects
 from graftlab.judging.evidence import Evidence
@@ -77,8 +78,13 @@ from graftlab.verdict.wording import reads_unwritten
 _RUNS_OF_NAMED = 4
 
 
-def _unseen_dtype(computed_in: str, frame: pd.DataFrame) -> str:
-    """The dtype of 16 bits in which the baseline computes; blank if its taps show it, or there is none."""
+def _unseen_dtype(computed_in: str, of_taps: str, frame: pd.DataFrame) -> str:
+    """The dtype of 16 bits in which the baseline computes; blank if what was compared shows it, or there is none.
+
+    ``computed_in`` is that of what no tap shows, and ``of_taps`` that of all taps, few of which may have a partner.
+    """
+    if not computed_in:
+        return "" if frame["dtype"].isin(DTYPES_OF_16_BITS).any() else of_taps
     return "" if ((frame["dtype"] == computed_in) & frame["cast"].isna()).any() else computed_in
 
 
@@ -179,7 +185,7 @@ class Judgement:
                 pairing_advice=pairing_advice(evidence.compared, of_jobs=not of_functions and not self._runs.recorded),
                 rounding=rounding,
                 gradient_parts=[*measurement.parts],
-                computed_in=_unseen_dtype(evidence.floors.computed_in, frame),
+                computed_in=_unseen_dtype(evidence.floors.computed_in, evidence.floors.dtype_of_taps, frame),
                 lines=lines,
                 only_returned=bool(measurement.split),
                 after_taps=_after_taps(evidence),

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import group_of, is_value, kind_of
-from graftlab.diffs.rounding import roundoff
+from graftlab.diffs.rounding import DTYPES_OF_16_BITS, roundoff
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.floor import Floor, pool
@@ -49,6 +49,12 @@ class MeasuredFloors:
     def computed_in(self) -> str:
         """The coarsest dtype of 16 bits in which the baseline computes what its taps do not show; blank if none."""
         return max((each.computed_in for each in self._selves), key=roundoff, default="")
+
+    @property
+    def dtype_of_taps(self) -> str:
+        """The coarsest dtype of 16 bits of the baseline's taps of values, paired or not; blank if none."""
+        dtypes = {each.dtype for each in self.added if is_value(each.tags)} & {*DTYPES_OF_16_BITS}
+        return max(dtypes, key=roundoff, default="")
 
     def of_groups(self) -> dict[str, Floor]:
         """The floor of each group: what rounding adds at its taps."""

@@ -415,6 +415,35 @@ def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
         assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
 
 
+@pytest.mark.parametrize(("added", "answer"), [(0.0039, "inconclusive"), (0.004, "differ")])
+def test_in_float64_one_rounding_of_what_the_target_alone_has_is_not_blamed(added: float, answer: str) -> None:
+    wide = Verdict(found("attn.o", label="culprit", ratio=9.0, added=added, looked_in="float64"), 5)
+    proposal = Proposal((Pair("attn.o", "x"),), {}, {"rope.cs[kind=param]": "no baseline tap has its values"})
+    said = judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)
+    assert said[0] == answer
+    begins = "The target alone has rope.cs. If these are rounded to 16 bits, as a table that the baseline computes in "
+    assert any(each.startswith(begins) for each in said[1]) is (answer == "inconclusive")
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_where_few_taps_were_compared_in_16_bits_a_failed_look_clears_nothing(alone: int) -> None:
+    left = {f"layers.{number}": "no target tap has its values" for number in range(alone)}
+    left |= {"w[kind=param]": "no target tap has its values", "v[kind=param]": "no target tap has its values"}
+    proposal = Proposal((Pair("a", "x"),), left)
+    runs = Runs(found("a", dtype="bfloat16"), match=proposal)
+    runs.in_float32 = Mock(side_effect=NoCloserLookError("writes into its tensors round to bfloat16 even then"))
+    comparison = runs.judge(held(), held(taps=("x",)))
+    assert comparison.answer == ("inconclusive" if alone == 2 else "agree")
+    said = (
+        "1 tap of values was compared, and 2 of the baseline's have no partner. Between so few, rounding to bfloat16 "
+        "adds up, and may hide a mistake. Compare both in float32."
+    )
+    assert (said in comparison.remarks) is (alone == 2)
+    assert "Not checked: the same call in float32: writes into its tensors round to bfloat16 even then." in (
+        comparison.remarks
+    )
+
+
 @pytest.mark.parametrize(
     ("parts", "equal"),
     [

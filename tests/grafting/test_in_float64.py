@@ -66,6 +66,31 @@ def test_dtypes_of_16_bits_are_noted_as_operators_read_and_leave_them() -> None:
     assert (coarse.read, coarse.left) == ({"bfloat16", "float16"}, {"float16"})
 
 
+def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> None:
+    made: dict[str, Callable[[], Tensor]] = {
+        "mask": lambda: torch.full((2, 2), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).triu(1),
+        "positions": lambda: torch.arange(256).to(torch.bfloat16),
+        "room": lambda: torch.empty(3, dtype=torch.float16),
+        "room_like": lambda: torch.ones(3, dtype=torch.int64).new_empty(3, dtype=torch.bfloat16),
+    }
+    for name, make in made.items():
+        with in_float64() as coarse:
+            found = make()
+        assert (found.dtype, coarse.left) == (torch.float64, set()), name
+        if "room" not in name:
+            assert torch.equal(found, make().double())
+    # What is written there is not rounded.
+    with in_float64():
+        room = torch.empty(1, dtype=torch.bfloat16)
+        room[:] = torch.ones(1) / 3
+    assert room.item() == pytest.approx(1 / 3, rel=1e-7)
+    for rounded in (lambda: torch.arange(300).to(torch.bfloat16), lambda: torch.full((2,), 0.1, dtype=torch.bfloat16)):
+        with in_float64() as coarse:
+            found = rounded()
+        assert (found.dtype, coarse.left) == (torch.bfloat16, {"bfloat16"})
+        assert torch.equal(found, rounded())
+
+
 def test_what_is_stored_is_still_rounded_if_asked_and_what_is_computed_is_not() -> None:
     stored = torch.tensor([1 / 3])
     with in_float64(rounds_stored=True) as coarse:

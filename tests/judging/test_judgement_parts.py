@@ -74,7 +74,11 @@ def test_a_stage_in_which_a_rank_died_says_how(attempt: Attempts) -> None:
 def test_a_dtype_of_the_baseline_that_no_tap_shows_is_named(
     computed_in: str, dtypes: list[str], casts: list[str | None], unseen: str
 ) -> None:
-    assert _unseen_dtype(computed_in, pd.DataFrame({"dtype": dtypes, "cast": casts})) == unseen
+    frame = pd.DataFrame({"dtype": dtypes, "cast": casts})
+    assert _unseen_dtype(computed_in, "", frame) == unseen
+    # Its taps may have that dtype, and none of them a partner.
+    of_taps = "" if "bfloat16" in dtypes else "bfloat16"
+    assert _unseen_dtype("", "bfloat16", frame) == of_taps
 
 
 def test_stages_of_several_lines_show_one(attempt: Attempts) -> None:

@@ -56,3 +56,12 @@ def test_what_any_rank_reports_of_its_repetition_is_reported_once() -> None:
     found = floors(one, other)
     assert (found.not_repeated, found.returned_not_repeated) == (["a", "b", "c"], ["x"])
     assert (found.computed_in, floors().computed_in) == ("bfloat16", "")
+
+
+def test_the_dtype_of_taps_is_the_coarsest_of_16_bits_of_values() -> None:
+    one = SelfGraft(
+        [added("a", 0.1)._replace(dtype="float16"), added("b", 0.1, kind="param")._replace(dtype="bfloat16")]
+    )
+    assert floors(one).dtype_of_taps == "float16"
+    assert floors(one, SelfGraft([added("c", 0.1)._replace(dtype="bfloat16")])).dtype_of_taps == "bfloat16"
+    assert floors(SelfGraft([added("a", 0.1)])).dtype_of_taps == ""

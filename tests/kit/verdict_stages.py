@@ -74,7 +74,7 @@ class Made:
             None,
             [],
             [],
-            SimpleNamespace(returned_not_repeated=["varies anyway"], computed_in=""),  # type: ignore[arg-type]
+            SimpleNamespace(returned_not_repeated=["varies anyway"], computed_in="", dtype_of_taps=""),  # type: ignore[arg-type]
             "one sided",
             NO_SETTINGS,
         )
