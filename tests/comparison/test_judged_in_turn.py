@@ -151,7 +151,7 @@ def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
     turns._results = []
     assert turns._agreed() == "1 update of the weights agrees."
     turns._updates, turns._results = 0, ["Net"]
-    assert turns._agreed() == "the results of the next 1 call agree."
+    assert turns._agreed() == "The results of the next 1 call agree."
     turns._undecided, turns._models = {0: compared("inconclusive"), 1: compared("inconclusive")}, ["Net", "Net"]
     turns._results = []
     assert turns._agreed() == "Calls 1 and 2 can only be judged in part."
