@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -31,6 +31,10 @@ _FUNCTION = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 # A file that uses one of these may define names that its text does not show.
 _MAY_DEFINE = ("globals", "vars", "exec", "setattr")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+# A word of a command as typed, with its quotes.
+_WORD = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
+# Unquoted words with which a shell joins commands or redirects them.
+_FOR_A_SHELL = re.compile(r"(?:.*[^\\\\])?;|&&?|\|[|&]?|\d*(?:<|>>?)(?:&\d)?|&>", re.DOTALL)
 
 
 def names_function(text: str) -> bool:
@@ -106,33 +110,57 @@ def _check_defined(path: Path, name: str) -> None:
 def command_of(text: str, ranks: int | None) -> ScriptCommand:
     """The command of a side; a script runs in the Python of this process. ``ranks`` is read from it if it is None.
 
-    A program that is not on ``PATH``, such as ``torchrun``, is the one beside this Python.
+    A program that is not on ``PATH``, such as ``torchrun``, is the one beside this Python. ``cd FOLDER &&`` in front
+    sets the folder; any other text that needs a shell, such as one with a pipe, runs in one.
 
-    Raises :class:`ConfigError` if the text is not a command, or its script does not exist.
+    Raises :class:`ConfigError` if the text is not a command, or its program, script or folder does not exist.
     """
     from graftlab.jobs.script_process import ScriptCommand
 
+    if text.endswith(".py") and os.path.isfile(text):
+        return ScriptCommand((sys.executable, text), 1 if ranks is None else ranks, variables={})
     try:
-        words = [text] if text.endswith(".py") and os.path.isfile(text) else shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"{text!r} is not a command: {error}") from error
+    typed = list(_WORD.finditer(text))
+    folder = None
+    if len(typed) > 2 and typed[0][0] == "cd" and typed[2][0] == "&&":
+        folder = os.path.expanduser(words[1])
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"the folder {folder} does not exist; give its path from {os.getcwd()}, or an absolute one"
+            )
+        typed, words = typed[3:], words[3:]
     variables: dict[str, str] = {}
-    if words[:1] == ["env"]:
-        words.pop(0)
+    if words[:1] == ["env"] and not (len(words) > 1 and words[1].startswith("-")):
+        typed, words = typed[1:], words[1:]
     while words and (given := _VARIABLE.fullmatch(words[0])):
         variables[given["name"]] = given["value"]
-        words.pop(0)
+        typed, words = typed[1:], words[1:]
     if not words:
         raise ConfigError("a side is empty; give a script, a command in quotes, or FILE.py:FUNCTION")
+    if ranks is None:
+        ranks = ranks_of_command(words)
+    if any(_FOR_A_SHELL.fullmatch(word[0]) for word in typed):
+        # In a shell only where it is needed, because PYTHONPATH set there hides graftlab from the script.
+        words = [shutil.which("bash") or "sh", "-c", text[typed[0].start() :]]
     if words[0].endswith(".py"):
-        if not os.path.isfile(words[0]):
-            raise ConfigError(f"{words[0]} does not exist; give its path from {os.getcwd()}, or an absolute one")
+        if not os.path.isfile(os.path.join(folder or "", words[0])):
+            base = os.path.abspath(folder or "")
+            raise ConfigError(f"{words[0]} does not exist; give its path from {base}, or an absolute one")
         words.insert(0, sys.executable)
-    path = variables.get("PATH", os.environ.get("PATH"))
-    beside = os.path.join(os.path.dirname(sys.executable), words[0])
-    if os.path.basename(words[0]) == words[0] and shutil.which(words[0], path=path) is None and os.path.isfile(beside):
-        words[0] = beside
-    return ScriptCommand(tuple(words), ranks_of_command(words) if ranks is None else ranks, variables=variables)
+    return ScriptCommand((_program(words[0], variables), *words[1:]), ranks, folder, variables)
+
+
+def _program(name: str, variables: Mapping[str, str]) -> str:
+    """A program as it is started: by its name if it is on ``PATH``, or the one beside this Python."""
+    if os.path.basename(name) != name or shutil.which(name, path=variables.get("PATH", os.environ.get("PATH"))):
+        return name
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    if os.path.isfile(beside):
+        return beside
+    raise ConfigError(f"no program {name} is on PATH or in {os.path.dirname(sys.executable)}; give its path")
 
 
 _COUNTS = {

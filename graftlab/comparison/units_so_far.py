@@ -120,7 +120,7 @@ class UnitsSoFar:
             parts.append(f"{'and so do ' if parts else ''}the results of the next {counted(len(self.results), 'call')}")
             parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self.undecided if place < len(models)]
-        said = [f"{', '.join(parts)}."] if parts else []
+        said = [f"{first[0].upper()}{first[1:]}."] if (first := ", ".join(parts)) else []
         for kind, numbers in (("Call", unclear), ("Update", [str(number) for number in in_part])):
             if numbers:
                 said.append(f"{kind}{'' if len(numbers) == 1 else 's'} {listed(numbers)} can only be judged in part.")

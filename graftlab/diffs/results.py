@@ -242,7 +242,7 @@ def compare_named(
     pairs = [*_pairs_of_returned(*(_without_written(each) for each in (one, other))), *state]
     differences: list[ResultDifference] = []
     left: list[str] = []
-    reshaped: list[str] = []
+    reshaped: dict[str, list[str]] = {}
     misplaced: list[str] = []
     for path, path_of_other in pairs:
         a, b = one[path], other[path_of_other]
@@ -255,7 +255,8 @@ def compare_named(
             if is_written(path):
                 # Grafts write too, so only calls without them are asked for what is unlike.
                 continue
-            shapes = f"{_shown(path)} has the shape {_shape(a)} on the baseline and {_shape(b)} on the target"
+            two_shapes = f"has the shape {_shape(a)} on the baseline and {_shape(b)} on the target"
+            shapes = f"{_shown(path)} {two_shapes}"
             position = _position(a, b)
             if position is not None and not position.is_last:
                 misplaced.append(
@@ -264,7 +265,7 @@ def compare_named(
                 continue
             # A target that returns less under the same name has lost the rest.
             if position is None or (path == path_of_other and a.numel() > b.numel()):
-                reshaped.append(shapes)
+                reshaped.setdefault(two_shapes, []).append(_shown(path))
                 continue
             left.append(f"{shapes}: only the last position was compared")
             a, b = position.values
@@ -289,7 +290,12 @@ def compare_named(
     lost += [f"only the target returns {_shown_paths(longer)}"] if longer else []
     if added := [path for path in more if path not in longer]:
         left.append(f"only the target returns {_shown_paths(added)}")
-    return ComparedResults(differences, left, lost, reshaped)
+    # The layers of a cache have the same two shapes.
+    unlike = [
+        f"{first} {shapes}" + (f", and so {'have' if others[1:] else 'has'} {len(others)} more" if others else "")
+        for shapes, (first, *others) in reshaped.items()
+    ]
+    return ComparedResults(differences, left, lost, unlike)
 
 
 def _continues_a_list(path: str, one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

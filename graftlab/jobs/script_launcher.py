@@ -242,13 +242,21 @@ class _Admission:
             if not process.has_ended:
                 continue
             missing = [p for p in self._places if p.side == side and p.label not in self._joined]
-            why = f" {self._refused[side]}." if side in self._refused else ""
+            if side in self._refused:
+                # Its output only repeats this, once for each rank.
+                raise LaunchError(f"{self._refused[side]} (`{process.command.text}`, whose output is in {process.log})")
             what = "before it called a model" if missing else "while the other side had not called its model yet"
-            advice = self._other_models(side) or _advice_on_ranks(process.command) or _WHAT_IS_A_MODEL
+            advice = self._other_models(side) or _advice_on_ranks(process.command)
+            shown = process.last_lines()
+            if not advice and "EOFError" in shown:
+                advice = (
+                    " Scripts have no standard input; give answers in the command, such as 'echo yes | python it.py'."
+                )
+            elif not advice and process.is_done:
+                advice = _WHAT_IS_A_MODEL
             raise LaunchError(
-                f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{why}{advice} Its output "
-                f"({process.log}) ends:\n"
-                f"{process.last_lines()}"
+                f"the {side} `{process.command.text}` {process.how_it_ended()} {what}.{advice} Its output "
+                f"({process.log}) ends:\n{shown}"
             )
 
     def _other_models(self, side: Side) -> str:
@@ -300,12 +308,12 @@ class _Admission:
                 send_handshake(connection, RequestRefused(f"its request could not be read: {error}", settings=False))
 
     def _objection(self, request: HoldRequest) -> str:
-        expected = self._options.baseline if request.side == "baseline" else self._options.target
-        if request.world_size != expected:
+        expected = {"baseline": self._options.baseline, "target": self._options.target}
+        if request.world_size != expected[request.side]:
+            right = expected | {request.side: request.world_size}
             return (
-                f"the {request.side} has {request.world_size} ranks and {expected} were expected; give --ranks "
-                f"{'N,' if request.side == 'target' else ''}{request.world_size}"
-                f"{',N' if request.side == 'baseline' else ''}"
+                f"the {request.side} has {request.world_size} ranks and {expected[request.side]} were expected; give "
+                f"--ranks {right['baseline']},{right['target']}"
             )
         label = f"{request.side}[{request.rank}]"
         if label in self._joined:

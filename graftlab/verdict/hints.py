@@ -221,7 +221,8 @@ def _rounded(x: Tensor, y: Tensor) -> Tell:
 
 def _clamped(x: Tensor, y: Tensor) -> Tell:
     low, high = float(y.min()), float(y.max())
-    if x.numel() > 2 and (float(x.min()) < low or float(x.max()) > high):
+    # A constant is no clamp.
+    if x.numel() > 2 and low < high and (float(x.min()) < low or float(x.max()) > high):
         yield f"the baseline's values clamped to [{low:.4g}, {high:.4g}]", x.clamp(low, high)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -569,10 +570,10 @@ def test_a_program_that_is_not_on_the_path_is_the_one_beside_this_python(
             (folder / program).touch(0o755)
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
     monkeypatch.setenv("PATH", str(on_path))
-    found = [
-        command_of(f"{program} x.py", None).arguments[0] for program in ("torchrun", "accelerate", "./torchrun", "x")
-    ]
-    assert found == [str(beside / "torchrun"), "accelerate", "./torchrun", "x"]
+    found = [command_of(f"{program} x.py", None).arguments[0] for program in ("torchrun", "accelerate", "./torchrun")]
+    assert found == [str(beside / "torchrun"), "accelerate", "./torchrun"]
+    with pytest.raises(ConfigError, match=rf"no program pyhton is on PATH or in {beside}; give its path"):
+        command_of("pyhton x.py", None)
     command = command_of(f"PATH={beside} torchrun x.py", None)
     assert command.arguments == ("torchrun", "x.py")
 
@@ -581,6 +582,36 @@ def test_variables_before_a_command_are_set_for_it() -> None:
     command = command_of("env RATE=a=b PYTHONPATH='some where' python score.py X=1", None)
     assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("python", "score.py", "X=1")
     assert command.variables == {"RATE": "a=b", "PYTHONPATH": "some where"}
+    # Options of env are for env.
+    assert command_of("env -u RATE python score.py", None).arguments[1:] == ("-u", "RATE", "python", "score.py")
+
+
+def test_a_folder_before_a_command_is_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my port").mkdir()
+    (tmp_path / "my port" / "score.py").touch()
+    command = command_of("cd 'my port' && RATE=2 score.py --ids '1;2'", None)
+    assert (command.folder, command.variables) == ("my port", {"RATE": "2"})
+    assert command.arguments == (sys.executable, "score.py", "--ids", "1;2")
+    with pytest.raises(ConfigError, match="the folder absent does not exist"):
+        command_of("cd absent && python score.py", None)
+    with pytest.raises(ConfigError, match=rf"other.py does not exist; give its path from {tmp_path}/my port"):
+        command_of("cd 'my port' && other.py", None)
+
+
+@pytest.mark.parametrize(
+    "rest", ["python a.py | tee x", "cd b; python a.py", "python a.py 2>&1", "true && python a.py"]
+)
+def test_a_command_that_needs_a_shell_runs_in_one(rest: str) -> None:
+    command = command_of(f"X='1 2' {rest}", None)
+    assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("bash", "-c", rest)
+    assert command.variables == {"X": "1 2"}
+    assert command_of(f"torchrun --nproc-per-node 2 a.py && {rest}", None).ranks == 2
+
+
+@pytest.mark.parametrize("typed", ["'a | b'", '"&&"', "a\\;", "http://x?a=1&b=2", "1;2"])
+def test_a_command_without_a_shell_keeps_its_arguments(typed: str) -> None:
+    assert command_of(f"python a.py {typed}", None).arguments[1:] == ("a.py", *shlex.split(typed))
 
 
 def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:

@@ -132,6 +132,14 @@ def test_another_number_of_tokens_is_a_result_of_another_shape() -> None:
     ]
 
 
+@pytest.mark.parametrize(("layers", "more"), [(1, ""), (2, ", and so has 1 more"), (3, ", and so have 2 more")])
+def test_values_of_the_same_two_shapes_are_stated_once(layers: int, more: str) -> None:
+    one, other = ({"keys": [torch.ones(size, 2)] * layers, "seen": torch.ones(size)} for size in (3, 4))
+    keys, seen = compare_results(one, other).reshaped
+    assert keys.endswith(f"['keys'][0] has the shape [3, 2] on the baseline and [4, 2] on the target{more}")
+    assert seen.endswith("['seen'] has the shape [3] on the baseline and [4] on the target")
+
+
 def test_state_that_calls_write_is_paired_by_its_own_place_alone() -> None:
     returned = {"": torch.ones(2), written_path("cache[0]"): torch.ones(2), written_path("mine"): torch.ones(3)}
     other = {"x": torch.ones(2), written_path("cache[0]"): torch.zeros(2), written_path("theirs"): torch.ones(3)}

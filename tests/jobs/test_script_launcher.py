@@ -156,7 +156,8 @@ def test_a_side_that_ends_without_a_call_ends_the_other_too(tmp_path: Path) -> N
         raised.value
     )
     assert str(raised.value).endswith("ends:\nno weights")
-    assert "A model is a torch.nn.Module with parameters" in str(raised.value)
+    # What a model is explains a script that has succeeded, and no error of a script.
+    assert "A model is" not in str(raised.value)
     assert kept[0].how_it_ended() == "was killed by SIGKILL"
     # Nothing of it is left open.
     assert descriptors() <= before
@@ -164,6 +165,15 @@ def test_a_side_that_ends_without_a_call_ends_the_other_too(tmp_path: Path) -> N
         listener = place.listen()
         assert listener is not None
         listener.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [("exit 0", "A model is a torch.nn.Module with parameters"), ("echo EOFError; exit 1", "have no standard input")],
+)
+def test_the_error_of_a_side_without_a_call_gives_the_likely_reason(tmp_path: Path, code: str, advice: str) -> None:
+    with pytest.raises(gl.LaunchError, match=advice):
+        start(tmp_path, "exec sleep 1000", code)
 
 
 def test_a_script_of_several_ranks_without_a_launcher_gets_the_command(tmp_path: Path) -> None:
@@ -234,9 +244,9 @@ def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path:
     pid = os.getpid()
     for wrong in (1, 3):
         refused = asked(admission, HoldRequest("target", 1, wrong, pid, "cpu", "gloo"))
-        assert refused.error.startswith(f"the target has {wrong} ranks and 2 were expected; give --ranks N,{wrong}")
+        assert refused.error.startswith(f"the target has {wrong} ranks and 2 were expected; give --ranks 1,{wrong}")
     refused = asked(admission, HoldRequest("baseline", 0, 3, pid, "cpu", "gloo"))
-    assert "give --ranks 3,N" in refused.error
+    assert refused.error.endswith("give --ranks 3,2")
     accepted = asked(admission, HoldRequest("target", 1, 2, pid, "cpu", "gloo"))
     assert isinstance(accepted, HoldAccepted)
     assert (accepted.other_world_size, accepted.tap_timeout) == (1, 7.0)

@@ -105,6 +105,10 @@ def test_a_constant_that_differs_by_a_factor_has_that_as_its_hint() -> None:
     assert "the target's values are 2 times the baseline's" in str(hint_of(torch.ones(4, 8), torch.full((4, 8), 2.0)))
 
 
+def test_one_number_everywhere_is_called_no_clamp() -> None:
+    assert "clamped" not in str(hint_of(torch.zeros(8), torch.full((8,), 0.1)))
+
+
 def test_a_mechanism_is_found_through_rounding_and_states_its_fit() -> None:
     noisy = 2 * X + 1e-3 * torch.randn_like(X)
     hint = hint_of(X, noisy)

@@ -15,6 +15,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = "torch.nn.modules.module"
+_HOLDS_CALLS = "graftlab.taps.outermost_calls"
 
 
 class _TorchWatcher:
@@ -45,15 +46,23 @@ def _prepare(base: Any) -> None:
     def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal has_begun
         if has_begun:
-            # Code may still hold the `model.__call__` from before, as generate() does.
-            return base.__call__(module, *args, **kwargs)
-        if next(module.parameters(), None) is None:
+            # Code may still hold the `model.__call__` from before, as generate() does. So does torch.fx, which replaces
+            # `Module.__call__` while it traces, as in compiling, by one that calls this: that would never end.
+            present = base.__call__
+            return (present if present.__module__ == _HOLDS_CALLS else call)(module, *args, **kwargs)
+        if next(module.parameters(), None) is None or _traces(args, kwargs):
             return call(module, *args, **kwargs)
         has_begun = True
         base.__call__ = call
         return _graftlab().begin_from_environment(module, args, kwargs)
 
     base.__call__ = first_call
+
+
+def _traces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is part of a torch.fx trace, which computes no values."""
+    proxy = getattr(sys.modules.get("torch.fx"), "Proxy", ())
+    return any(isinstance(value, proxy) for value in (*args, *kwargs.values()))
 
 
 def _graftlab() -> Any:
