@@ -126,11 +126,8 @@ class Measurement:
             self._measure_again()
 
     def leave_out_undone_factors(self) -> None:
-        """Leave out taps that differ by a factor which the target undoes, if that clears others and names none.
-
-        Nothing is left out without a returned value, which shows that the factor is undone.
-        """
-        if not self._returns or self._attempt.failed:
+        """Leave out taps that differ by a factor which the target undoes, if that clears others and names none."""
+        if self._attempt.failed:
             return
         before = name_groups(self._runs, self.evidence).named
         nothing: dict[str, Factors] = {}

@@ -97,6 +97,7 @@ def factors_not_compared(undone: Mapping[str, Factors]) -> list[str]:
         return []
     taps = [f"{name} ({factor:.6g} times)" for each in undone.values() for name, factor in each.items()]
     return [
-        f"{first_of(taps, _MOST_SHOWN)}: the target's value is a multiple of the baseline's, and the code behind it makes "
-        "up for that, as where one side scales an embedding later. What follows is judged from the target's own value."
+        f"{first_of(taps, _MOST_SHOWN)}: the target's value is a multiple of the baseline's, and the code behind it "
+        "makes up for that, as where one side scales an embedding later. What follows is judged from the target's own "
+        "value."
     ]
