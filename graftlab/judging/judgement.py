@@ -105,6 +105,7 @@ class Judgement:
         measurement.leave_out_partial_sums()
         measurement.leave_out_averages()
         measurement.leave_out_parts_of_gradients()
+        measurement.leave_out_undone_factors()
         evidence = measurement.evidence
         naming = name_groups(self._runs, evidence)
         naming.unseen += measurement.not_compared

@@ -28,6 +28,7 @@ from graftlab.judging.partial_sums import (
 from graftlab.judging.split_calls import SplitCalls, not_paired, split_calls
 from graftlab.judging.stored_weights import without_weights
 from graftlab.judging.swaps import OutputTap, find_outputs
+from graftlab.judging.undone_factors import Factors, factors_not_compared, is_undone, scaled_taps
 from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictRuns
 from graftlab.rows.schema import MEASURED
 from graftlab.verdict.added import one_sided_filter
@@ -51,6 +52,7 @@ class Measurement:
         self.sums: dict[str, Summands] = {}
         self.averages: list[str] = []
         self.parts: dict[str, list[str]] = {}
+        self.undone: dict[str, Factors] = {}
         self.evidence = self._measured()
 
     @property
@@ -61,6 +63,7 @@ class Measurement:
             *not_compared(self.sums),
             *gradients_not_compared(self.parts),
             *averages_not_named(self.averages),
+            *factors_not_compared(self.undone),
         ]
 
     def leave_out_split_calls(self) -> None:
@@ -121,6 +124,24 @@ class Measurement:
             self._runs.take_back((name, kind_of_group(group)) for group, names in self.parts.items() for name in names)
             self.parts = {}
             self._measure_again()
+
+    def leave_out_undone_factors(self) -> None:
+        """Leave out taps that differ by a factor which the target undoes, if that clears others and names none."""
+        if self._attempt.failed:
+            return
+        before = name_groups(self._runs, self.evidence).named
+        nothing: dict[str, Factors] = {}
+        search = partial(scaled_taps, self._runs, self.evidence, before)
+        for group, factors in self._attempt("the search for factors", search, nothing).items():
+            taps = [(name, None) for name in factors]
+            with_it = self.evidence
+            self._leave_out(taps)
+            without = name_groups(self._runs, self.evidence).named
+            if is_undone(before, without, group):
+                self.undone[group], before = factors, without
+            else:
+                self._runs.take_back(taps)
+                self.evidence = with_it
 
     @property
     def _returns(self) -> bool:

@@ -158,7 +158,7 @@ class Made:
 
     def _measured(self, runs: Any, attempt: Any) -> Any:
         lent = LentWeights(self.lent, {"w": "a hint at weights"}, {"w": "a map of weights"})  # type: ignore[dict-item]
-        steps = ("split_calls", "partial_sums", "averages", "parts_of_gradients")
+        steps = ("split_calls", "partial_sums", "averages", "parts_of_gradients", "undone_factors")
         return SimpleNamespace(
             evidence=replace(self.evidence, weights=lent),
             split=self.split,
