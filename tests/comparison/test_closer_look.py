@@ -250,6 +250,17 @@ def test_what_one_side_has_in_float32_is_rounded_as_on_the_other() -> None:
     assert dtypes_to_round({"a@param": full, "x": full}, {"fused@param": half}) == {"a@param": half}
     assert dtypes_to_round({"a@param": full}, {"fused@param": half, "n@param": full}) is None
     assert dtypes_to_round({"a@param": full}, {"b@param": full, "x": half}) == {}
+    assert dtypes_to_round({"a@param": half}, {"fused@param": half, "n@param": full}) == {}
+
+
+def test_what_one_side_has_in_float32_is_rounded_as_the_weight_it_is_paired_with() -> None:
+    half, full = torch.bfloat16, torch.float32
+    mixed, pairs = (
+        {"router@param": half, "scale@param": full},
+        {"gate@param": ["router@param"], "n@param": ["scale@param"]},
+    )
+    assert dtypes_to_round({"gate@param": full, "n@param": full}, mixed, pairs.__getitem__) == {"gate@param": half}
+    assert dtypes_to_round({"gate@param": full}, mixed, lambda path: [*mixed]) is None
 
 
 def test_a_call_in_float32_has_its_own_weights_again_after_they_were_rounded() -> None:
