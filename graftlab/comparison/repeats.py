@@ -175,6 +175,20 @@ class Repeats:
             if not self.session.closed:
                 self._both(HeldCall.narrow)
 
+    def state_in_16_bits(self) -> dict[str, torch.dtype]:
+        """The state that both sides' calls may read, one in 16 bits and the other in float32, by path.
+
+        Nothing if there is such a weight, too.
+        """
+        has = self._both(HeldCall.dtypes)
+        found = {}
+        for path, one in has.baseline[0].items():
+            dtypes = {one, has.target[0].get(path)}
+            narrow = dtypes & {*NARROW}
+            if torch.float32 in dtypes and narrow:
+                (found[path],) = narrow
+        return {} if any(path.endswith(WEIGHT) for path in found) else found
+
     def _partners(self, side: Side, path: str) -> list[str]:
         """The paths of a weight's partners on the other side, as the plan pairs them."""
         pairs = self.session.plan.pairings(side, path.removesuffix(WEIGHT), {"kind": "param"})
