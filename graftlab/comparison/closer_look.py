@@ -45,7 +45,9 @@ class CloserLook:
 def in_more_bits(
     repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
 ) -> CloserLook:
-    """Look at the same call in float32, if 16 bits may hide a mistake."""
+    """Look at the same call in float32, if 16 bits may hide a mistake, or the rounding of state explain a difference."""
+    if (of_state := _if_state_rounds(repeats, verdict, choice, is_first)) is not None:
+        return of_state
     try:
         wide = _closer_look(repeats, verdict, choice, is_first)
     except NoCloserLookError as error:
@@ -105,6 +107,45 @@ def _between_few_taps(verdict: Verdict, proposal: Proposal | None) -> str | None
         f"{counted(compared, 'tap')} of values {were} compared, and {alone} of the baseline's have no partner. Between "
         f"so few, rounding to {' and '.join(narrow)} adds up, and may hide a mistake. Compare both in float32."
     )
+
+
+def _if_state_rounds(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> CloserLook | None:
+    """The same for a call in float32 that differs, where one side alone keeps state, such as a cache, in 16 bits.
+
+    The floor of float32 has no room for the rounding of that state. If all that is named is within it, and the calls
+    agree with the state in float32, the rounding may explain it. If they differ even then, that shows what else does.
+    None if there is no such state, or the calls cannot run so.
+    """
+    found, frame = verdict.findings, verdict.frame
+    # State that is an argument is an input.
+    computed = frame[frame["group"].map(kind_of_group) != "input"]
+    if found.data or not len(computed) or computed["dtype"].isin(DTYPES_OF_16_BITS).any():
+        return None
+    if answer_of(replace(found, contradicting_pairs=()), True, True) != "differ":
+        return None
+    try:
+        state = repeats.state_in_16_bits()
+        wide = repeats.in_float32(choice, is_first=is_first) if state else None
+    except GraftError:
+        return None
+    if wide is None or wide.findings.data:
+        return None
+    dtypes = sorted({str(each).removeprefix("torch.") for each in state.values()})
+    which = f"One side alone has {first_of([*state])} in {' and '.join(dtypes)}."
+    runs = verdict.runs + wide.runs
+    answer = answer_of(replace(wide.findings, contradicting_pairs=()), True, True)
+    if answer == "differ" and wide.named:
+        said = f"{which} With these in float32, from the same numbers, they differ:"
+        return CloserLook(Verdict(wide.findings, runs), (said,))
+    named = frame[~frame["label"].isin(NOT_NAMED)]
+    room = choice.threshold * max(map(roundoff, dtypes))
+    if answer != "agree" or found.unexplained or not (named["added"] <= room).all():
+        return None
+    sentence = (
+        f"{which} With these in float32, from the same numbers, the calls agree. So their rounding may explain what "
+        f"follows (up to {named['added'].max():.2g}), and so may code that runs in 16 bits alone."
+    )
+    return CloserLook(Verdict(found, runs), (sentence,), may_be_rounding=True)
 
 
 def rounding_may_hide_mistakes(verdict: Verdict) -> bool:

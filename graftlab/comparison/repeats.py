@@ -141,7 +141,8 @@ class Repeats:
         numbers = [each for each in unequal if not isinstance(each, str)]
         has = self._both(HeldCall.dtypes)
         baseline, target = has.baseline[0], has.target[0]
-        ours, theirs = dtypes_to_round(baseline, target), dtypes_to_round(target, baseline)
+        ours = dtypes_to_round(baseline, target, partial(self._partners, "baseline"))
+        theirs = dtypes_to_round(target, baseline, partial(self._partners, "target"))
         if ours is None or theirs is None:
             raise NoCloserLookError("weights of the two sides have different names and several dtypes")
         try:
@@ -173,6 +174,26 @@ class Repeats:
         finally:
             if not self.session.closed:
                 self._both(HeldCall.narrow)
+
+    def state_in_16_bits(self) -> dict[str, torch.dtype]:
+        """The state that both sides' calls may read, one in 16 bits and the other in float32, by path.
+
+        Nothing if there is such a weight, too.
+        """
+        has = self._both(HeldCall.dtypes)
+        found = {}
+        for path, one in has.baseline[0].items():
+            dtypes = {one, has.target[0].get(path)}
+            narrow = dtypes & {*NARROW}
+            if torch.float32 in dtypes and narrow:
+                (found[path],) = narrow
+        return {} if any(path.endswith(WEIGHT) for path in found) else found
+
+    def _partners(self, side: Side, path: str) -> list[str]:
+        """The paths of a weight's partners on the other side, as the plan pairs them."""
+        pairs = self.session.plan.pairings(side, path.removesuffix(WEIGHT), {"kind": "param"})
+        names = (each.target_name if side == "baseline" else each.baseline_name for each in pairs)
+        return [f"{name}{WEIGHT}" for name in names if name is not None]
 
 
 def described(run: Run) -> tuple[list[CallDescription], list[CallDescription]]:
@@ -245,21 +266,29 @@ def _part_near(whole: Tensor, value: Tensor) -> Tensor | None:
     return parts[nearest].contiguous() if apart[nearest] <= _NEAR * float(value.double().norm()) else None
 
 
-def dtypes_to_round(own: Mapping[str, torch.dtype], other: Mapping[str, torch.dtype]) -> dict[str, torch.dtype] | None:
+def dtypes_to_round(
+    own: Mapping[str, torch.dtype],
+    other: Mapping[str, torch.dtype],
+    partners_of: Callable[[str], Collection[str]] = lambda path: (),
+) -> dict[str, torch.dtype] | None:
     """The dtypes to which a side's float32 tensors are rounded, by path: those of 16 bits that the other side has.
 
-    None if a weight has no partner, and the other side's weights are of several dtypes.
+    ``partners_of`` gives the other side's weights that one in float32 is paired with. None if such a weight has no
+    partner, or several of different dtypes, and the other side's weights are of several dtypes.
     """
     weights = {dtype for path, dtype in other.items() if path.endswith(WEIGHT)}
     found = {}
     for path, dtype in own.items():
+        if dtype != torch.float32:
+            continue
         partner = other.get(path)
         if partner is None and path.endswith(WEIGHT) and not weights.isdisjoint(NARROW):
             # Its partner has another name.
-            if len(weights) > 1:
+            known = {other[each] for each in partners_of(path) if each in other} or weights
+            if len(known) > 1:
                 return None
-            (partner,) = weights
-        if dtype == torch.float32 and partner in NARROW:
+            (partner,) = known
+        if partner in NARROW:
             found[path] = partner
     return found
 

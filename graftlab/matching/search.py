@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.layouts import Layout
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
 from graftlab.matching.sketch import Elements, Places, Sketch, Values, alike, covers, flat_values, limit_for
-from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, sampled, slices
+from graftlab.matching.strides import MAX_SPLITS, Lookup, Strides, fit, permutations, reorderings, sampled, slices
 from graftlab.matching.wording import layout_of
 
 Bring = Callable[[RecordedTap], None]
@@ -63,6 +63,8 @@ class ValueMatch:
 
 # Sums that are equal up to rounding may differ by this factor.
 _ROOM = 1.01
+
+_Arrangements = tuple[list[Strides], Places, Places]
 
 KnownStrides = dict[tuple[tuple[int, ...], tuple[int, ...]], list[Strides]]
 """Strides by which tensors of these two shapes have matched, the outer's first. Other layers usually have the same."""
@@ -189,10 +191,20 @@ def _strides(outer: RecordedTap, inner: RecordedTap, limit: float, whole: bool) 
 
 def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Values) -> Strides | None:
     """The usual arrangement that fits these elements best; None if none fits."""
+    found = _nearest(outer, inner, elements, values, _arrangements(outer.shape, inner.shape))
+    if found is None and _are_same_numbers(outer, inner):
+        found = _nearest(outer, inner, elements, values, _reorderings(outer.shape))
+    return found
+
+
+def _nearest(
+    outer: RecordedTap, inner: RecordedTap, elements: Places, values: Values, among: _Arrangements
+) -> Strides | None:
+    """Of these arrangements, the one that fits the elements best; None if none fits."""
     held, own = outer.flat, inner.flat
     if held is None or own is None:
         return None
-    arrangements, few, places = _arrangements(outer.shape, inner.shape)
+    arrangements, few, places = among
     known = np.isfinite(own[few])
     if not arrangements or not known.any():
         return None
@@ -206,13 +218,31 @@ def _usual(outer: RecordedTap, inner: RecordedTap, elements: Places, values: Val
 
 
 @lru_cache(maxsize=64)
-def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> tuple[list[Strides], Places, Places]:
+def _arrangements(outer: tuple[int, ...], inner: tuple[int, ...]) -> _Arrangements:
     """The usual arrangements of one shape in another, a few elements, and their places in each arrangement."""
     whole = math.prod(outer) == math.prod(inner)
-    every = permutations(outer, inner, any_split=True) if whole else slices(outer, inner)
-    found = list(itertools.islice(every, MAX_SPLITS))
-    few = np.random.default_rng(0).integers(0, math.prod(inner), TRIED)
+    return _with_places((permutations if whole else slices)(outer, inner), math.prod(inner))
+
+
+@lru_cache(maxsize=64)
+def _reorderings(shape: tuple[int, ...]) -> _Arrangements:
+    """The same for all numbers of a tensor, with its dimensions split in any way, as where a layer reads features that
+    another code flattens in another order.
+    """
+    return _with_places(reorderings(shape), math.prod(shape))
+
+
+def _with_places(arrangements: Iterable[Strides], numel: int) -> _Arrangements:
+    found = list(itertools.islice(arrangements, MAX_SPLITS))
+    few = np.random.default_rng(0).integers(0, numel, TRIED)
     return found, few, np.array([each.places(few) for each in found], np.int64).reshape(len(found), TRIED)
+
+
+def _are_same_numbers(outer: RecordedTap, inner: RecordedTap) -> bool:
+    """Whether two tensors of one size have the same numbers in some order, as far as their sketches show."""
+    one, other = outer.sketch, inner.sketch
+    same_extremes = np.array_equal(np.sort(np.abs(one.extremes)), np.sort(np.abs(other.extremes)))
+    return one.numel == other.numel and same_extremes and np.array_equal(one.quantiles, other.quantiles)
 
 
 def _verified(outer: RecordedTap, inner: RecordedTap, strides: Strides, limit: float) -> ValueMatch | None:

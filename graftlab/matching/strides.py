@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -195,30 +195,29 @@ def _factored(extent: int, parts: int) -> list[tuple[int, ...]]:
     return [(n, *rest) for n in divisors for rest in _factored(extent // n, parts - 1) if math.prod(rest) > 1]
 
 
-def permutations(whole: Sequence[int], shape: Sequence[int], *, any_split: bool = False) -> Iterator[Strides]:
-    """The arrangements to try if no value is unique: dimensions are split to fit, and permuted.
-
-    With ``any_split``, one dimension is also split into any two factors, as where a head reads channels and patches in
-    the other order. The shape does not show these factors.
-    """
+def permutations(whole: Sequence[int], shape: Sequence[int]) -> Iterator[Strides]:
+    """The arrangements to try if no value is unique: dimensions are split to fit, and permuted."""
     extents = tuple(extent for extent in whole if extent > 1) or (1,)
     wanted = set(shape)
-    seen = set()
     splits = [extents]
     for dim, extent in enumerate(extents):
         for other in wanted:
             if 1 < other < extent and extent % other == 0:
                 for pair in ((other, extent // other), (extent // other, other)):
                     splits.append((*extents[:dim], *pair, *extents[dim + 1 :]))
-    if any_split:
-        splits += [
-            (*extents[:dim], *pair, *extents[dim + 1 :])
-            for dim, extent in enumerate(extents)
-            for pair in _factored(extent, 2)
-        ]
-    for atoms in dict.fromkeys(splits):
-        if len(atoms) > 5:
-            continue
+    yield from _permuted(atoms for atoms in dict.fromkeys(splits) if len(atoms) <= 5)
+
+
+def reorderings(shape: Sequence[int]) -> Iterator[Strides]:
+    """The arrangements with one dimension split anywhere in two or three, or two of them in two, and permuted."""
+    extents = tuple(extent for extent in shape if extent > 1) or (1,)
+    yield from _permuted(atoms for atoms in _splits(extents) if len(atoms) <= 4)
+
+
+def _permuted(splits: Iterable[tuple[int, ...]]) -> Iterator[Strides]:
+    """All orders of the dimensions of a tensor with each of these shapes."""
+    seen = set()
+    for atoms in splits:
         own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
         for order in itertools.permutations(range(len(atoms))):
             strides = Strides(0, tuple(atoms[place] for place in order), tuple(own[place] for place in order))

@@ -31,6 +31,7 @@ from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import changed_results
 from graftlab.grafting.tap_records import CallKey, CountingHandler
+from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
 from graftlab.ranks.widening import NARROW, TrialOfRanks, WideTensors, rounded_at_random
@@ -482,9 +483,10 @@ class HeldCall:
 
     def _called(self) -> Any:
         if self._in_float64 is None:
-            with _no_autocast_cache():
+            devices = {each.device.type for each in self._read().values()} if self._wide is not None else set()
+            with no_autocast_cache(), no_autocast(devices):
                 return _with_items(self._call())
-        with _no_autocast_cache(), taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
+        with no_autocast_cache(), taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
             result = _with_items(self._call())
         self._in_float64 |= coarse.left
         return result
@@ -577,21 +579,6 @@ class HeldCall:
             )
             for prefix, model in self._models.items()
         ]
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Let autocast neither keep copies of weights nor use kept ones.
-
-    A call that the script makes in an autocast block would use the copies of its repetitions, which may be those of
-    other weights, and under FSDP2 belong to weights that have been freed, so that gradients are lost.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _numbers_in(roots: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -104,6 +104,41 @@ def test_a_mistake_below_one_rounding_is_found_where_the_function_makes_its_mode
     assert [*imported.baseline, *imported.target] == [False, False]
 
 
+class Caching(nn.Module):
+    def __init__(self, dtype: torch.dtype, way: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.key, self.out = way, nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("cache", torch.zeros(2, 6, 32, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.copy_(self.key(x))
+        read = self.cache.float()
+        if self.way == "in 16 bits alone" and self.cache.dtype == torch.bfloat16:
+            read = read.roll(1, 1)
+        y: torch.Tensor = self.out(F.gelu(read, approximate="tanh" if self.way == "tanh" else "none"))
+        return y
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("way", "answer", "says"),
+    [
+        ("", "inconclusive", "With these in float32, from the same numbers, the calls agree. So their rounding may"),
+        ("tanh", "differ", "With these in float32, from the same numbers, they differ:"),
+        ("in 16 bits alone", "differ", ""),
+    ],
+)
+def test_state_that_one_side_alone_keeps_in_16_bits_is_judged_in_float32(way: str, answer: str, says: str) -> None:
+    comparison = gl.compare(partial(Caching, torch.float32), partial(Caching, torch.bfloat16, way), X)
+    with comparison.session:
+        assert comparison.answer == answer
+        text = comparison.text
+    assert says in text
+    assert ("One side alone has cache in bfloat16." in text) == bool(says)
+    assert ("approximate='tanh'" in text) == (way == "tanh")
+
+
 @pytest.mark.ranks
 def test_equal_calls_are_not_repeated_in_float32() -> None:
     answer, text = compared("", torch.bfloat16)
@@ -250,6 +285,17 @@ def test_what_one_side_has_in_float32_is_rounded_as_on_the_other() -> None:
     assert dtypes_to_round({"a@param": full, "x": full}, {"fused@param": half}) == {"a@param": half}
     assert dtypes_to_round({"a@param": full}, {"fused@param": half, "n@param": full}) is None
     assert dtypes_to_round({"a@param": full}, {"b@param": full, "x": half}) == {}
+    assert dtypes_to_round({"a@param": half}, {"fused@param": half, "n@param": full}) == {}
+
+
+def test_what_one_side_has_in_float32_is_rounded_as_the_weight_it_is_paired_with() -> None:
+    half, full = torch.bfloat16, torch.float32
+    mixed, pairs = (
+        {"router@param": half, "scale@param": full},
+        {"gate@param": ["router@param"], "n@param": ["scale@param"]},
+    )
+    assert dtypes_to_round({"gate@param": full, "n@param": full}, mixed, pairs.__getitem__) == {"gate@param": half}
+    assert dtypes_to_round({"gate@param": full}, mixed, lambda path: [*mixed]) is None
 
 
 def test_a_call_in_float32_has_its_own_weights_again_after_they_were_rounded() -> None:

@@ -63,6 +63,7 @@ class Runs:
         self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
+        self.state_in_16_bits = Mock(return_value={})
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
         self.unfit_taps = Mock(return_value=set())
@@ -513,6 +514,31 @@ def test_a_choice_that_rounding_may_have_changed_is_judged_in_float32(
     else:
         # What was named in 16 bits stands.
         assert (comparison.findings, comparison.remarks) == (narrow, ())
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "answer"),
+    [
+        (found("a", label="culprit", added=2e-3), found("a"), "inconclusive"),
+        # By more than a cache rounds.
+        (found("a", label="culprit", added=3e-2), found("a"), "differ"),
+        (found("a", label="culprit", added=float("nan")), found("a"), "differ"),
+        (found("a", label="culprit", unexplained=["The outputs differ."]), found("a"), "differ"),
+        (found("a", label="culprit", added=2e-3), found("a", not_repeated=["a"]), "differ"),
+        (found("a", label="culprit", added=2e-3), found("b", label="culprit"), "differ"),
+    ],
+)
+def test_only_what_a_state_of_16_bits_rounds_may_explain_is_inconclusive(
+    narrow: Findings, wide: Findings, answer: str
+) -> None:
+    runs = Runs(narrow, Verdict(wide, 5))
+    runs.state_in_16_bits = Mock(return_value={"cache": torch.bfloat16})
+    comparison = runs.judge(held(), held())
+    assert comparison.answer == answer
+    if wide.named:
+        assert (comparison.findings, comparison.runs) == (wide, 12)
+    else:
+        assert comparison.findings == narrow
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
 from graftlab.matching.sketch import EXTREMES, flat_values, sketch_of
-from graftlab.matching.strides import Lookup, _splits, fit, permutations, sampled, slices
+from graftlab.matching.strides import Lookup, _splits, fit, permutations, reorderings, sampled, slices
 from graftlab.matching.wording import layout_of
 
 
@@ -132,6 +132,24 @@ def test_a_rounded_weight_is_found_in_an_order_that_no_shape_shows(text: str) ->
 
 def test_a_tensor_as_large_as_the_whole_is_not_a_part() -> None:
     assert list(slices((2, 6), (2, 6))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_16_bits_is_found_with_its_features_flattened_in_another_order(dtype: torch.dtype) -> None:
+    weight = random(24, 384).to(dtype)
+    made = parse_layout("a (b c) -> a (c b), c=12").local(weight)
+    found = find(RecordedTap.of("w", weight), RecordedTap.of("v", made))
+    assert found is not None
+    assert found.exact
+    assert torch.equal(found.layout.local(weight), made)
+    shuffled = made.flatten()[torch.randperm(made.numel())].view_as(made)
+    assert find(RecordedTap.of("w", weight), RecordedTap.of("v", shuffled)) is None
+
+
+def test_reorderings_split_dimensions_anywhere_and_differ_from_each_other() -> None:
+    found = list(reorderings((4, 6)))
+    assert len({tuple(each.places(np.arange(24)).tolist()) for each in found}) > 20
+    assert all(sorted(each.places(np.arange(24)).tolist()) == [*range(24)] for each in found)
 
 
 @pytest.mark.parametrize(("part", "of"), [(0, [1, 1, 1]), (2, [1, 1, 1]), (0, [4, 1, 1]), (1, [4, 1, 1])])

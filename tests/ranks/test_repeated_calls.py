@@ -491,6 +491,17 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert torch.is_autocast_cache_enabled()
 
 
+def test_a_call_in_float32_leaves_the_autocast_block_of_its_script() -> None:
+    model, x = net().bfloat16(), torch.ones(1, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        held = HeldCall(lambda: model(x), {"": model}, {"x": x}, WatchChoice())
+        assert held.widen({}, {}) is None
+        assert [each.dtype for each in held().values()] == [torch.float32]
+        held.narrow()
+        assert [each.dtype for each in held().values()] == [torch.bfloat16]
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_a_result_that_is_an_argument_as_it_was_given_is_known_as_such() -> None:
     model, x, written = net(), torch.ones(1, 2), torch.zeros(2)
 
