@@ -45,7 +45,7 @@ class CloserLook:
 def in_more_bits(
     repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
 ) -> CloserLook:
-    """Look at the same call in float32, if 16 bits may hide a mistake, or the rounding of state explain a difference."""
+    """Look at the same call in float32, if 16 bits may hide a mistake, or rounded state may explain a difference."""
     if (of_state := _if_state_rounds(repeats, verdict, choice, is_first)) is not None:
         return of_state
     try:
