@@ -82,9 +82,8 @@ def judge_held_calls(
         remarks += look.said
     verdict = look.verdict
     findings, pairs = verdict.findings, repeats.session.plan.pairs
-    conclusion = _conclude(baseline, target, findings, pairs, choice.threshold, proposal, trusted)
-    if look.may_be_rounding and conclusion.answer == "differ":
-        conclusion.answer = "inconclusive"
+    may_be = look.may_be_rounding
+    conclusion = _conclude(baseline, target, findings, pairs, choice.threshold, proposal, trusted, may_be)
     conclusion.doubt(look.doubt)
     differ = conclusion.answer == "differ"
     if proposal is not None:
@@ -139,15 +138,19 @@ def _conclude(
     threshold: float,
     proposal: Proposal | None,
     trusted: bool,
+    may_be_rounding: bool,
 ) -> ReasonedAnswer:
     """The answer of these findings, and of what else the calls show. ``trusted`` is false if a call cannot be repeated,
-    or has no pairs.
+    or has no pairs; ``may_be_rounding`` is true if rounded weights may explain what the findings name.
     """
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and have_equal_rows(baseline, target, threshold))
     # Pairs that contradict each other are the last reason: the others say more.
     conclusion = ReasonedAnswer(answer_of(replace(findings, contradicting_pairs=()), trusted, known))
+    if may_be_rounding and conclusion.answer == "differ":
+        # A result of a different shape, for example, differs still.
+        conclusion.answer = "inconclusive"
     if findings.in_float32 is None:
         conclusion.doubt(sentence_on_single_taps(findings.frame))
     if without := difference_without_taps(baseline, target, results.differences, threshold, pairs):

@@ -139,10 +139,15 @@ def _made(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator that is given no floating-point numbers: in float64 if 16 bits would not round it."""
     result = func(*args, **kwargs)
     takes_dtype = any(each.name == "dtype" for each in func._schema.arguments)
-    if not (takes_dtype and isinstance(result, torch.Tensor) and result.dtype in _COARSE):
+    # Sparse and meta tensors, and subclasses such as jagged ones, have no comparison of values.
+    is_plain = type(result) is torch.Tensor and result.layout is torch.strided and not result.is_meta
+    if not (takes_dtype and is_plain and result.dtype in _COARSE):
         return result
-    wide = func(*args, **{**kwargs, "dtype": torch.float64})
-    return wide if func in _WITHOUT_VALUES or torch.equal(wide, result.to(torch.float64)) else result
+    with contextlib.suppress(RuntimeError):  # no float64 version, or a nested tensor
+        wide = func(*args, **{**kwargs, "dtype": torch.float64})
+        if func in _WITHOUT_VALUES or torch.equal(wide, result.to(torch.float64)):
+            return wide
+    return result
 
 
 def _returns_views(func: Any) -> bool:

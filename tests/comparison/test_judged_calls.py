@@ -382,6 +382,16 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
 
 
+def test_rounded_weights_do_not_explain_a_result_of_a_different_shape() -> None:
+    wide = found("x@input", "0.q")
+    wide.frame.loc[1, ["label", "ratio", "added"]] = ["culprit", 9.0, 0.002]
+    proposal = Proposal((Pair("0.q", "x"),), {"0.q.lora_A.weight[kind=param]": "no target tap has its values"})
+    parts = {"findings": found(dtype="bfloat16"), "wide": Verdict(wide, 5), "match": proposal}
+    answer, remarks = judged(held(), held(torch.ones(5, 3), taps=("x",)), **parts)
+    assert answer == "differ"
+    assert remarks[-1] == "The returned value has the shape [4, 3] on the baseline and [5, 3] on the target."
+
+
 def test_a_module_beside_the_named_one_may_have_been_folded_into_it() -> None:
     wide = Verdict(found("stem.conv", label="culprit", ratio=9.0, added=0.002), 5)
     proposal = Proposal((Pair("stem.conv", "x"),), {"stem.bn.weight[kind=param]": "no target tap has its values"})

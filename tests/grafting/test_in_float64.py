@@ -91,6 +91,20 @@ def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> No
         assert torch.equal(found, rounded())
 
 
+def test_new_tensors_whose_values_cannot_be_compared_are_made_as_before() -> None:
+    rows = [torch.tensor([1]), torch.tensor([1, 2])]
+    made: dict[str, Callable[[], Tensor]] = {
+        "meta": lambda: torch.zeros(3, dtype=torch.bfloat16, device="meta"),
+        "sparse": lambda: torch.zeros(3, 3, dtype=torch.bfloat16, layout=torch.sparse_coo),
+        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged).to(torch.bfloat16),
+        "nested": lambda: torch.nested.nested_tensor(rows, layout=torch.strided).to(torch.bfloat16),
+    }
+    for name, make in made.items():
+        with in_float64() as coarse:
+            found = make()
+        assert (found.dtype, coarse.left) == (torch.bfloat16, {"bfloat16"}), name
+
+
 def test_what_is_stored_is_still_rounded_if_asked_and_what_is_computed_is_not() -> None:
     stored = torch.tensor([1 / 3])
     with in_float64(rounds_stored=True) as coarse:
