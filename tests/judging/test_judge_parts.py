@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from kit.refusals import exactly
 from kit.verdict_stages import taps
 
 from graftlab.control.verdicts import Verdict
@@ -34,7 +35,13 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_each_side_has_its_own_default_function(session: Any) -> None:
     for given in ({"baseline": "f"}, {"target": "g"}, {}):
-        with pytest.raises(SessionError, match="give baseline= and target="):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: give baseline= and target=, the functions to judge; only a session that listens "
+                "for jobs judges without them, in the steps that the jobs make anyway"
+            ),
+        ):
             of_functions(session, VerdictRequest(given.get("baseline"), given.get("target")))
     session.default_callees = {"baseline": "f", "target": "g"}
     found = of_functions(session, VerdictRequest(None, None))
@@ -47,7 +54,13 @@ def test_each_side_has_its_own_default_function(session: Any) -> None:
 
 def test_what_only_jobs_take_is_refused_for_functions(session: Any) -> None:
     for more in ({"steps": 2}, {"graft_weights": True}):
-        with pytest.raises(SessionError, match="steps= and graft_weights= are for a session that listens"):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: steps= and graft_weights= are for a session that listens for jobs. A function that "
+                "is called for each run makes all of its steps, and begins from the same weights"
+            ),
+        ):
             of_functions(session, VerdictRequest("f", "g", **more))  # type: ignore[arg-type]
 
 
@@ -60,9 +73,22 @@ def test_a_recording_can_be_the_baseline_and_has_no_floor(session: Any) -> None:
 
     recording: Any = object.__new__(Recording)
     assert of_functions(session, VerdictRequest(recording, "g")).baseline is recording
-    with pytest.raises(SessionError, match="the target is a recording"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: the target is a recording, which computes nothing from what is grafted into it, so "
+            "what each tap adds cannot be measured. Make it the baseline, or give the code that was "
+            "recorded; session.plot.divergence() shows the differences as they are"
+        ),
+    ):
         of_functions(session, VerdictRequest("f", recording))
-    with pytest.raises(SessionError, match="exact= measures a floor, and the baseline is a recording"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it "
+            "out, and give floor= where the assumed floor does not suit"
+        ),
+    ):
         of_functions(session, VerdictRequest(recording, "g", exact="h"))
 
 
@@ -74,7 +100,14 @@ def test_one_job_among_the_ranks_is_judged_as_jobs_are(session: Any, monkeypatch
     request = VerdictRequest(None, None, steps=2)
     assert runs_of(session, request) == ("steps", request)
     for more in ({"baseline": "f"}, {"target": "g"}, {"exact": "h"}, {"args": (1,)}, {"kwargs": {"x": 1}}):
-        with pytest.raises(SessionError, match="cannot be given code to run"):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: these ranks are jobs that another launcher started, and cannot be given code to "
+                "run: baseline=, target=, exact=, args= and kwargs= are for a launched session. "
+                "session.verdict() judges what the jobs do"
+            ),
+        ):
             runs_of(session, replace(request, **more))  # type: ignore[arg-type]
 
 

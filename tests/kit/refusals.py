@@ -20,7 +20,7 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(refused.value)
 
 
-def whole(text: str) -> str:
+def exactly(text: str) -> str:
     """The ``match`` of an error that says this and nothing else."""
     return rf"^{re.escape(text)}\Z"
 
