@@ -1,12 +1,14 @@
 """Fast tests with a fault, about a second each: one process has collected them, and a fork of it changes the functions.
 
-A function that has been imported gets the code of the file with the fault in it. What runs on import cannot be
-changed in this way (:meth:`CollectedTests.first_failure` returns None then), and such a fault is tried in a process
-that has not imported the package.
+A function that has been imported gets the code of the file with the fault in it, and a constant of a module the other
+value. What else runs on import cannot be changed in this way, nor what was computed from a constant: unless a test
+fails, :meth:`CollectedTests.first_failure` returns None for such a fault, and it is tried in a process that has not
+imported the package.
 """
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import gc
@@ -88,17 +90,24 @@ class _Server:
         items: Sequence[pytest.Item],
     ) -> str | None:
         try:
-            pairs = list(_changed(_compiled(path, before), _compiled(path, after)))
+            pairs, constant = list(_changed(_compiled(path, before), _compiled(path, after))), None
         except OutsideFunctionsError:
-            return None
+            pairs, constant = [], _changed_constant(before, after)
+            if constant is None:
+                return None
         reading, writing = os.pipe()
         process = os.fork()
         if not process:
-            os.setsid()
-            for code, changed in pairs:
-                for function in functions.get(_key(code), ()):
-                    function.__code__ = changed
-            _run(items, writing)
+            try:
+                os.setsid()
+                for code, changed in pairs:
+                    for function in functions.get(_key(code), ()):
+                        function.__code__ = changed
+                if constant is not None:
+                    _set_constant(path, *constant)
+                _run(items, writing)
+            finally:
+                os._exit(1)
         os.close(writing)
         try:
             ended, _, _ = select.select([reading], [], [], self._limit)
@@ -108,6 +117,8 @@ class _Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
         os.waitpid(process, 0)
+        if constant is not None and found in ("passed", ""):
+            return None
         return "" if found == "passed" else found or "the process ended"
 
 
@@ -128,15 +139,12 @@ def _serve(markers: str, limit: float, asked: int, answer: int) -> None:
 
 def _run(items: Sequence[pytest.Item], writing: int) -> None:
     found = "passed"
-    try:
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if item.session.testsfailed:
-                found = item.nodeid
-                break
-        os.write(writing, found.encode())
-    finally:
-        os._exit(0)
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if item.session.testsfailed:
+            found = item.nodeid
+            break
+    os.write(writing, found.encode())
 
 
 def _functions_of_the_package() -> dict[Key, list[types.FunctionType]]:
@@ -173,6 +181,31 @@ def _changed(before: types.CodeType, after: types.CodeType) -> Iterator[tuple[ty
         for one, other in zip(old, new, strict=True):
             if one != other:
                 yield from _changed(one, other)
+
+
+def _changed_constant(before: str, after: str) -> tuple[str, ast.expr] | None:
+    """The name and the new value of the one assignment that differs between the statements of two modules."""
+    old, new = ast.parse(before).body, ast.parse(after).body
+    differing = [pair for pair in zip(old, new, strict=False) if ast.dump(pair[0]) != ast.dump(pair[1])]
+    if len(old) != len(new) or len(differing) != 1:
+        return None
+    match differing[0]:
+        case (
+            ast.Assign(targets=[ast.Name(id=one)]),
+            ast.Assign(targets=[ast.Name(id=other)], value=value),
+        ) if one == other:
+            return one, value
+    return None
+
+
+def _set_constant(path: str, name: str, value: ast.expr) -> None:
+    """Set it in the module, and in those that have imported it."""
+    [module] = [each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == os.path.abspath(path)]
+    before = vars(module)[name]
+    after = eval(compile(ast.Expression(value), path, "eval"), vars(module))
+    for each in list(sys.modules.values()):
+        if getattr(each, "__dict__", {}).get(name, module) is before:
+            setattr(each, name, after)
 
 
 def _codes_in(code: types.CodeType) -> list[types.CodeType]:
