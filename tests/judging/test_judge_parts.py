@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -17,6 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.judging import judge
 from graftlab.judging.judge import judge_rows, judge_runs, of_functions, runs_of
 from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.plots import verdict as plots_of_verdicts
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled
 from graftlab.verdict.findings import Findings
@@ -247,6 +250,24 @@ def test_a_notebook_shows_a_line_for_each_named_group_with_its_worst_tap() -> No
     assert b == ["b", "culprit", "2.00e-01", "1.00e-02", "2.00e+01"]
 
 
-def test_a_group_has_the_most_serious_label_of_its_taps() -> None:
-    frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": ["clean", "culprit", "inherited", "clean"]})
-    assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": "culprit", "b": "inherited"}
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [*itertools.pairwise(("unmeasured", "clean", "inherited", "rounds differently", "cancels", "minor", "culprit"))],
+)
+def test_a_group_has_the_most_serious_label_of_its_taps(less: str, more: str) -> None:
+    frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": [less, more, less, less]})
+    assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": more, "b": less}
+
+
+def test_a_verdicts_figure_has_its_threshold_and_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = Mock()
+    monkeypatch.setattr(plots_of_verdicts, "added_errors", drawn)
+    frame = pd.DataFrame({"group": ["a"], "label": ["clean"]})
+    assert Verdict(Findings(frame, 7.0, 1), 3).plot(ax=None) is drawn.return_value
+    drawn.assert_called_once_with(frame, threshold=7.0, ax=None)
+
+
+def test_a_tap_has_the_name_that_it_has_in_the_target() -> None:
+    rows = taps("grafted", a=0.1, b=0.2)
+    named = rows.assign(target_name=[None, "theirs", "c", "d"])
+    assert added_frame(named, {}, constant=1e-2)["target_name"].tolist() == ["a", "theirs", "c", "d"]

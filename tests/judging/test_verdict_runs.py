@@ -518,6 +518,22 @@ def test_a_newer_pair_stands_in_only_where_steps_repeat(monkeypatch: pytest.Monk
         assert runs.session.tensors.call_count in (1, 3)
 
 
+def test_what_functions_return_is_compared_with_the_requests_in_their_order(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(verdict_runs, "extents_by_request", lambda frame: (len(frame), 8))
+    monkeypatch.setattr(verdict_runs, "compare_returned", lambda *given, **more: compared.append((given, more)))
+    calls.answer([1.0], [2.0])
+    calls.runs.both("first", RunFilters(compare="True"))
+    assert compared == [(([1.0], [2.0], PLAN.pairs), {"by_request": (1, 8)})]
+
+
+def test_steps_of_functions_are_searched_for_a_shift(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_runs, "find_misaligned_steps", lambda compared: ("shifted", len(compared)))
+    assert calls.runs.misaligned_steps(rows(X)) == ("shifted", 1)
+
+
 def test_a_search_for_a_shift_takes_enough_steps_whatever_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch, steps=4)
     steps.runs._repeats = False

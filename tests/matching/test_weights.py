@@ -50,6 +50,7 @@ def test_the_written_converter_makes_the_targets_state_bit_by_bit(port: Port) ->
     source = gl.make_converter(gl.match_weights(port.baseline, port.target), "port")
     namespace: dict[str, Callable[[State], State]] = {}
     exec(source, namespace)
+    assert namespace["port"].__doc__ == "Make the target's state dict from the baseline's."
     made, expected = namespace["port"](port.baseline.state_dict()), port.target.state_dict()
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name], expected[name]) for name in expected)
