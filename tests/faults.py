@@ -1,7 +1,8 @@
 """Realistic faults in Python code: what people forget, confuse or tidy away, as edits of one file.
 
 Cosmic Ray swaps operators. These are the other mistakes: a guard that was dropped, a copy that looked superfluous, an
-argument that was not passed on, a clean-up that was lost, a wrong unit or sign, the first in place of the last.
+argument that was not passed on, a clean-up that was lost, a wrong unit or sign, the first in place of the last, a text
+with another value or the wrong word.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import bisect
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,11 @@ _DEFAULTING = {("get", 2), ("pop", 2), ("getattr", 3), ("next", 2)}
 _SAFEGUARDS = (None, "strict", "maxsize", "stacklevel")
 _WIDE = ("Exception", "BaseException")
 _OPPOSITES = {"max": "min", "min": "max", "any": "all", "all": "any"}
+# What a text may have confused, both ways.
+_CONFUSED = [
+    *(("first", "last"), ("baseline", "target"), ("at least", "at most"), ("before", "after"), ("more", "less")),
+    *(("rank", "side"), ("row", "column"), ("step", "call"), ("can", "cannot"), ("above", "below")),
+]
 _UNITS = {60, 100, 1000, 1024, 3600, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
 
 
@@ -80,6 +87,8 @@ class _Finder:
         self.found: list[Fault] = []
         # Differences that count by their size alone.
         self._unsigned: set[ast.AST] = set()
+        # Where the values of texts are: a text in an expression within a text is part of that text.
+        self._texts: set[ast.AST] = set()
         self._path = path
         self._source = source
         # ast counts columns in bytes.
@@ -88,7 +97,8 @@ class _Finder:
     def look_at(self, node: ast.AST) -> None:
         """Add the faults that can be made at this node."""
         if isinstance(node, ast.If):
-            self._replace("branch", node.test, "False")
+            if _source(node.test) != "TYPE_CHECKING":
+                self._replace("branch", node.test, "False")
         elif isinstance(node, ast.IfExp):
             for kept in (node.body, node.orelse):
                 self._replace("branch", node, self._text(kept))
@@ -126,6 +136,12 @@ class _Finder:
             self._replace("unit", node, self._text(node.operand))
         elif isinstance(node, ast.Subscript):
             self._look_at_ends(node)
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            self._look_at_comparison(node, node.ops[0])
+        elif isinstance(node, (ast.JoinedStr, ast.Constant)) and node not in self._texts:
+            self._look_at_text(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            self._texts.add(node.value)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._replace("statement", node, "pass")
 
@@ -174,6 +190,29 @@ class _Finder:
             for bound in (index.lower, index.upper):
                 if bound is not None:
                     self._edit("end", self._at(bound), self._end(bound), "")
+
+    def _look_at_comparison(self, node: ast.Compare, operator: ast.cmpop) -> None:
+        of = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+        if type(operator) in of:
+            left, right = self._text(node.left), self._text(node.comparators[0])
+            self._replace("end", node, f"{left} {of[type(operator)]} {right}")
+
+    def _look_at_text(self, node: ast.JoinedStr | ast.Constant) -> None:
+        """Another value of the same text in place of one, and words that are confused."""
+        if isinstance(node, ast.Constant) and not (isinstance(node.value, str) and " " in node.value):
+            return
+        self._texts.update(ast.walk(node))
+        start, end = self._at(node), self._end(node)
+        text = self._source[start:end]
+        values = (
+            list(re.finditer(rb"(?<!\{)\{([A-Za-z_][\w.]*)(?=[}:!])", text)) if isinstance(node, ast.JoinedStr) else []
+        )
+        for one, other in zip(values, [*values[1:], *values[:1]], strict=True):
+            if one[1] != other[1]:
+                self._edit("message", start + one.start(1), start + one.end(1), other[1].decode())
+        for one_word, other_word in [*_CONFUSED, *((b, a) for a, b in _CONFUSED)]:
+            for found in re.finditer(rf"\b{one_word}\b".encode(), text):
+                self._edit("message", start + found.start(), start + found.end(), other_word)
 
     def _change_default(self, node: ast.expr | None) -> None:
         if not isinstance(node, ast.Constant):

@@ -5,7 +5,8 @@
 noticed. A survivor is a test to write, or a fault that changes nothing; only a person can tell which.
 
 A fault meets first the fast tests that run its line, those of its room before others, and if they notice nothing, the
-tests of its room that start processes. Which test runs which line is measured once (:mod:`tests_by_line`).
+tests of its room that start processes. Which test runs which line is measured once (:mod:`tests_by_line`), and one
+process has the fast tests collected for all faults (:mod:`live_faults`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from faults import Fault, faults_of, is_fault
-from tests_by_line import TestsByLine
+from live_faults import CollectedTests
+from tests_by_line import FAST, TestsByLine
 
 SLOW = "(ranks or slow) and not browser and not soak"
 # Seconds. A test that hangs fails at its own time limit, which is shorter.
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=60, help="how many faults (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws others (%(default)s)")
     parser.add_argument("--only", type=int, nargs=2, metavar=("FIRST", "LAST"), help="try these of the sample alone")
+    parser.add_argument("--by-lines", action="store_true", help="draw lines and the fault next to each, not kinds")
     parser.add_argument("--fast", action="store_true", help="leave out the tests that start processes or take seconds")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of fast tests for a fault (%(default)s)")
     options = parser.parse_args(argv)
@@ -81,9 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ |= {"PYTHONPATH": str(copy), "GRAFTLAB_FUZZ": "0.2", "OMP_NUM_THREADS": "1"}
         for name in IMPORTED:
             importlib.import_module(name)
+        draw = draw_by_lines if options.by_lines else draw_by_kinds
         drawn = draw(options.rooms, options.sample, random.Random(options.seed))
         say(f"{len(drawn)} faults in {', '.join(options.rooms)}, seed {options.seed}")
-        trial = Trial(by_line, options.budget, options.fast)
+        trial = Trial(by_line, CollectedTests(FAST, LIMIT), options.budget, options.fast)
         outcomes = []
         first, last = options.only or (1, len(drawn))
         drawn = drawn[first - 1 : last]
@@ -116,7 +120,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def draw(rooms: Sequence[str], count: int, chance: random.Random) -> list[Fault]:
+def draw_by_kinds(rooms: Sequence[str], count: int, chance: random.Random) -> list[Fault]:
     """``count`` faults, as many of each kind; within a kind, each that can be made is as likely."""
     files = [path for room in rooms for path in files_of(room)]
     by_kind: dict[str, list[Fault]] = collections.defaultdict(list)
@@ -128,6 +132,21 @@ def draw(rooms: Sequence[str], count: int, chance: random.Random) -> list[Fault]
         chance.shuffle(found)
     turns = itertools.zip_longest(*(filter(is_fault, by_kind[kind]) for kind in sorted(by_kind)))
     return list(itertools.islice(filter(None, itertools.chain.from_iterable(turns)), count))
+
+
+def draw_by_lines(rooms: Sequence[str], count: int, chance: random.Random) -> list[Fault]:
+    """For each of ``count`` lines one of the faults that are nearest to it; each line is as likely."""
+    lines = [(path, line) for room in rooms for path in files_of(room) for line in whole_file(path)]
+    found: dict[Path, list[Fault]] = {}
+    drawn: list[Fault] = []
+    for path, line in chance.sample(lines, len(lines)):
+        of_path = found.setdefault(path, faults_of(path))
+        distance = min((abs(each.line - line) for each in of_path), default=0)
+        near = [each for each in of_path if abs(each.line - line) <= distance and each not in drawn and is_fault(each)]
+        drawn += chance.sample(near, min(1, len(near)))
+        if len(drawn) == count:
+            break
+    return drawn
 
 
 def files_of(room: str) -> list[Path]:
@@ -163,35 +182,40 @@ def tests_of_room(room: str) -> str:
 class Trial:
     """Puts faults into the files of a copy, one at a time, and runs the tests that should notice."""
 
-    def __init__(self, by_line: TestsByLine, budget: float, fast: bool) -> None:
+    def __init__(self, by_line: TestsByLine, collected: CollectedTests, budget: float, fast: bool) -> None:
         self._by_line = by_line
+        self._collected = collected
         self._budget = budget
         self._fast = fast
         self._written = int(time.time())
 
     def outcome(self, fault: Fault) -> str:
         """The test that fails first; blank if none does, and :data:`UNDECIDED` if the tests ran out of time."""
-        original = fault.path.read_text()
-        selections = self._selections(fault)
-        self._write(fault.path, fault.applied())
+        original, changed = fault.path.read_text(), fault.applied()
+        self._write(fault.path, changed)
         try:
-            found = next((found for tests in selections if (found := first_failure(tests))), "")
+            found = self._first_failure(fault, original, changed)
         finally:
             self._write(fault.path, original)
         # A test that also fails without the fault noticed nothing: the machine was busy.
         return UNDECIDED if "::" in found and first_failure([found]) else found
 
-    def _selections(self, fault: Fault) -> list[list[str]]:
+    def _first_failure(self, fault: Fault, original: str, changed: str) -> str:
         folder = tests_of_room(room_of(fault))
         lines = lines_that_reach(fault.path, fault.line)
         chosen = self._by_line.of(fault.path, lines, folder, self._budget)
         # A function that runs on import runs in no test.
         chosen = chosen or self._by_line.of(fault.path, whole_file(fault.path), folder, self._budget / 4)
-        selections = [["tests/test_layout.py"], *([chosen] if chosen else [])]
-        if runs_on_import(fault.path, fault.line):
+        found = self._collected.first_failure(fault.path, original, changed, chosen)
+        # Reads the files alone.
+        noticed = found or self._collected.first_failure(fault.path, original, original, ["tests/test_layout.py"])
+        selections = []
+        if found is None:
             # Any import of the module shows what keeps it from being imported; no test has that import to itself.
-            selections.append(["tests/test_public_names.py"])
-        return selections if self._fast else [*selections, ["-m", SLOW, folder]]
+            selections = [["tests/test_public_names.py"], *([chosen] if chosen else [])]
+        if not self._fast:
+            selections.append(["-m", SLOW, folder])
+        return noticed or next((found for tests in selections if (found := first_failure(tests))), "")
 
     def _write(self, path: Path, text: str) -> None:
         """Each time with a later time of change: by its seconds Python knows bytecode of an older text."""
@@ -217,10 +241,6 @@ def lines_that_reach(path: Path, line: int) -> range:
 
 def whole_file(path: Path) -> range:
     return range(1, len(path.read_bytes().splitlines()) + 1)
-
-
-def runs_on_import(path: Path, line: int) -> bool:
-    return not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in _around(path, line))
 
 
 def _around(path: Path, line: int) -> list[ast.stmt | ast.excepthandler]:

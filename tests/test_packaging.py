@@ -18,6 +18,7 @@ import torch
 import yaml
 from IPython.core.inputtransformer2 import TransformerManager
 from kit import kernels, notebooks, warm
+from kit.refusals import exactly
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -83,7 +84,7 @@ def test_all_lists_exactly_the_public_names() -> None:
 def test_every_public_name_exists() -> None:
     for name in gl.__all__:
         assert getattr(gl, name) is not None, name
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match=exactly("module 'graftlab' has no attribute 'no_such_name'")):
         gl.no_such_name  # noqa: B018
 
 
@@ -278,7 +279,7 @@ def test_a_tap_of_several_layers_has_a_line_for_each() -> None:
 
 
 def test_rows_without_a_run_are_a_clear_error() -> None:
-    with pytest.raises(RunError, match="the notebook's runs left no rows"):
+    with pytest.raises(RunError, match=exactly("the notebook's runs left no rows: they reached no tap")):
         demo.report(rows())
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import warm
+from kit.refusals import exactly
 from kit.support import run_cell
 
 import graftlab as gl
@@ -384,5 +385,11 @@ def test_value_nested_too_deep_is_named() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(gl.ShippingError, match=r"^positional argument 1 cannot be sent to the ranks: it nests deeper"):
+    with pytest.raises(
+        gl.ShippingError,
+        match=exactly(
+            "positional argument 1 cannot be sent to the ranks: it nests deeper than pickle can follow. "
+            "Flatten it, or create it on the ranks instead"
+        ),
+    ):
         shipping.pack_call(print, (1, deep), {})

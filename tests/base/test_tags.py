@@ -88,6 +88,8 @@ def test_tags_are_of_these_kinds() -> None:
     given = tags(layer=3, tp_rank=1)
     assert own_tags(given) == {"layer": 3, "tp_rank": 1}
     assert rank_tags(given) == (("tp_rank", 1),)
+    orders = ({"tp_rank": 1, "dp_rank": 0}, {"dp_rank": 0, "tp_rank": 1})
+    assert {rank_tags(each) for each in orders} == {(("dp_rank", 0), ("tp_rank", 1))}
     assert {tag for tag in given if distinguishes_taps(tag)} == {"layer", "recompute_status"}
     assert PLACE_TAGS | {"name", "recompute_status"} == given.keys() - {"layer", "tp_rank"}
     assert PLACE_TAGS | {"name", "recompute_status", "baseline_name", "target_name"} == RESERVED_TAGS

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kit.deadline import DEADLINE
+from kit.refusals import exactly
 
 from graftlab.base.uninterrupted import import_module, uninterrupted
 from graftlab.errors import WaitInterrupted
@@ -46,7 +47,9 @@ def test_in_a_notebook_an_import_continues_after_the_stop_button(slow: Any, monk
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
-    with pytest.raises(WaitInterrupted, match=r"^stopped waiting until slow_to_import is imported; that continues$"):
+    with pytest.raises(
+        WaitInterrupted, match=exactly("stopped waiting until slow_to_import is imported; that continues")
+    ):
         import_module("slow_to_import")
     slow.go_on.set()
     assert import_module("slow_to_import").end

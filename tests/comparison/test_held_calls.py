@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 from torch import nn
 
 import graftlab as gl
@@ -442,7 +443,7 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     session = SimpleNamespace(edit=lambda pairs: edits.append(pairs))
     repeats: Any = SimpleNamespace(session=session, match=lambda: proposal)
     ours, theirs = (CallDescription("Net", 1, False, taps, {}, {}) for taps in (("a", "b"), ("x", "y")))
-    with pytest.raises(KeyboardInterrupt, match=r"^1 of 2 taps of the target had a partner\.$") as interrupt:
+    with pytest.raises(KeyboardInterrupt, match=exactly("1 of 2 taps of the target had a partner.")) as interrupt:
         judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
     assert edits == [proposal], "the pairs stay"
     assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
@@ -615,7 +616,9 @@ def test_a_command_without_a_shell_keeps_its_arguments(typed: str) -> None:
 
 
 def test_a_number_of_ranks_that_is_not_known_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="give --ranks B,T"):
+    with pytest.raises(
+        ConfigError, match=exactly("--nproc-per-node gpu: the number of ranks is not known; give --ranks B,T")
+    ):
         ranks_of_command(["torchrun", "--nproc-per-node", "gpu", "train.py"])
 
 
@@ -736,7 +739,13 @@ def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
 
 
 def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"the target is a model \(Linear\); give a function .* lambda: model"):
+    with pytest.raises(
+        ConfigError,
+        match=exactly(
+            "compare: the target is a model (Linear); give a function that makes it and returns it, or "
+            "lambda: model for one that exists"
+        ),
+    ):
         gl.compare(torch.nn.Identity, torch.nn.Linear(2, 2))
 
 

@@ -12,6 +12,7 @@ from unittest.mock import Mock, call
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.comparison import functions, repeats
 from graftlab.comparison.answers import Comparison
@@ -278,7 +279,7 @@ def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> N
     # If both raise, nothing is judged.
     runs = Runs(found("a", "b"))
     runs.session.run.side_effect = RunError("run 2 failed on baseline[0], target[0]")
-    with pytest.raises(RunError, match="run 2 failed"):
+    with pytest.raises(RunError, match=exactly("run 2 failed on baseline[0], target[0]")):
         runs.judge(held(raises="ValueError"), held(raises="ValueError"))
     runs.verdict.assert_not_called()
 
@@ -601,7 +602,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
     assert session.run.call_args.args == (narrow_again, narrow_again)
     fails = "no tensor of 16 bits was found"
-    with pytest.raises(SessionError, match=r"^target\[0\]: no tensor of 16 bits was found$"):
+    with pytest.raises(SessionError, match=exactly("target[0]: no tensor of 16 bits was found")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args.args == (narrow_again, narrow_again)
     assert judge.call_count == 1
@@ -619,20 +620,20 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert session.run.call_args.args == (narrow_again, narrow_again)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
     answers[left] = ([[]], [["bfloat16"]])
-    with pytest.raises(NoCloserLookError, match=r"^writes into its tensors round to bfloat16 even then$"):
+    with pytest.raises(NoCloserLookError, match=exactly("writes into its tensors round to bfloat16 even then")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     # A rank whose operators cannot run in float64 would keep the others waiting.
     session.run.reset_mock()
     session.ranks = [1, 2, 3]
     answers[numbers] = ([{"x": ONES}], [{"x": MANY}, {"x": ONES}])
-    with pytest.raises(SessionError, match="no tensor of 16 bits"):
+    with pytest.raises(SessionError, match=exactly("target[0]: no tensor of 16 bits was found")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args_list[2].args[1].args[0] == [{"x": ONES}, {}]
     assert in_float64 not in [call.args[0] for call in session.run.call_args_list]
     # Ranks without a partner each.
     session.run.reset_mock()
     answers[numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
-    with pytest.raises(NoCloserLookError, match=r"^the baseline has 2 ranks, and the target 4$"):
+    with pytest.raises(NoCloserLookError, match=exactly("the baseline has 2 ranks, and the target 4")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_count == 1
 

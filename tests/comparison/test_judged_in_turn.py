@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.comparison import left_to_updates, scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison
@@ -375,7 +376,13 @@ def test_an_update_that_proves_nothing_is_followed_and_clears_nothing(
 
 def test_an_update_by_a_closure_is_refused_without_starting_again(turns: Any) -> None:
     by_closure = held(update(has_closure=True), update())
-    with pytest.raises(SessionError, match="the scripts begin with an update by a closure"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the scripts begin with an update by a closure, which cannot be repeated, and starting them "
+            "again was refused"
+        ),
+    ):
         turns._judged_update(by_closure)
     turns._so_far.judged, turns._compared = (1, 0), compared("differ", ["of call 1"])
     found = turns._judged_update(by_closure)

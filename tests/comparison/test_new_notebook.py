@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import notebooks
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.__main__ import main
@@ -152,7 +153,10 @@ def test_texts_that_cannot_be_compared_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="one side is a function and the other a script"):
         gl.compare("reference.py:load_model", "port.py")
     for given in ({"inputs": torch.ones(1)}, {"backward": True}, {"device": "cpu"}):
-        with pytest.raises(ConfigError, match="scripts choose these themselves"):
+        with pytest.raises(
+            ConfigError,
+            match=exactly("inputs, backward and device are for two functions; scripts choose these themselves"),
+        ):
             gl.compare("reference.py", "port.py", **given)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.comparison import started_scripts
@@ -106,7 +107,7 @@ def test_scripts_are_not_started_without_end(monkeypatch: pytest.MonkeyPatch) ->
     noted = Noted(monkeypatch)
     scripts = started(noted)
     scripts.starts = started_scripts.MOST_STARTS
-    with pytest.raises(VerdictAbandoned, match="started 100 times, which is the limit"):
+    with pytest.raises(VerdictAbandoned, match=exactly("the scripts were started 100 times, which is the limit")):
         scripts._reach()
     assert noted.done == []
 

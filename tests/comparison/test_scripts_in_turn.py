@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
@@ -761,7 +762,7 @@ def test_a_script_that_was_killed_is_named_with_its_signal(
 
 
 def test_a_rank_that_lives_and_reports_nothing_has_failed(of_scripts: Callable[..., Compared]) -> None:
-    with pytest.raises(RunError, match=r"^1 call of Net agrees\. Then it died"):
+    with pytest.raises(RunError, match=exactly("1 call of Net agrees. Then it died")):
         of_scripts().judge([call(1), None], calls(1))
 
 

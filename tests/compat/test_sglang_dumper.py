@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.job_scripts import end, start
+from kit.refusals import exactly
 from kit.support import wait_until
 
 import graftlab as gl
@@ -219,7 +220,10 @@ def test_the_mode_chooses_among_the_taps_of_modules(tmp_path: Path, mode: str, e
         _of_modules(dumper)
 
     assert [tap["name"] for tap in recorded(tmp_path, show)] == ["x", *expected]
-    with pytest.raises(gl.ConfigError, match="it takes all, core or off"):
+    with pytest.raises(
+        gl.ConfigError,
+        match=exactly("non_intrusive_mode (DUMPER_NON_INTRUSIVE_MODE) is 'some'; it takes all, core or off"),
+    ):
         Dumper().configure(non_intrusive_mode="some")
 
 
@@ -290,7 +294,13 @@ def test_a_module_that_was_imported_before_is_not_replaced_silently(monkeypatch:
     finders = list(sys.meta_path)
     monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.setitem(sys.modules, "sglang.srt.debug_utils.dumper", sys)
-    with pytest.raises(gl.ConfigError, match=r"^sglang\.srt\.debug_utils\.dumper was imported before graftlab"):
+    with pytest.raises(
+        gl.ConfigError,
+        match=exactly(
+            "sglang.srt.debug_utils.dumper was imported before graftlab, which could not replace it; "
+            "import graftlab first"
+        ),
+    ):
         replace_imports()
     assert not [each for each in finders if type(each).__module__.startswith("graftlab.compat")]
 
@@ -309,19 +319,39 @@ def test_the_published_names_can_be_imported() -> None:
 def test_settings_without_a_meaning_here_are_accepted_and_wrong_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dumper = Dumper()
     dumper.configure(enable=True, dir="/tmp/dumper", cleanup_previous=True)
-    with pytest.raises(gl.ConfigError, match="'enable_gard' is not a setting"):
+    with pytest.raises(
+        gl.ConfigError,
+        match=exactly(
+            "dumper.configure: 'enable_gard' is not a setting; the settings are enable, "
+            "non_intrusive_mode, enable_value, enable_grad, enable_model_value, enable_model_grad, "
+            "grafter_enable, grafter_role, grafter_b2t_filter, grafter_t2b_filter, grafter_transform_path, "
+            "grafter_baseline_world_size, grafter_target_world_size, grafter_group_name, grafter_timeout, "
+            "grafter_master_address, grafter_master_port"
+        ),
+    ):
         dumper.configure(enable_gard=True)
-    with pytest.raises(gl.ConfigError, match=r"filter \(DUMPER_FILTER\) chooses what is dumped"):
+    with pytest.raises(
+        gl.ConfigError,
+        match=exactly(
+            "filter (DUMPER_FILTER) chooses what is dumped to files; graftlab's plan chooses taps: use "
+            "GRAFTLAB_COMPARE_FILTER, or session.edit(compare=...)"
+        ),
+    ):
         dumper.configure(filter="layer_id=[0-3]")
-    with pytest.raises(gl.ConfigError, match=r"role \(GRAFTLAB_ROLE\) is not given"):
+    with pytest.raises(
+        gl.ConfigError, match=exactly("role (GRAFTLAB_ROLE) is not given; it takes 'baseline' or 'target'")
+    ):
         dumper.configure(grafter_enable=True)
     for setting in ("enable", "enable_grad"):
         with pytest.raises(gl.ConfigError, match=rf"{setting} \(DUMPER_.*\) is 1; it takes True or False"):
             dumper.configure(**{setting: 1})
-    with pytest.raises(gl.ConfigError, match="capture_output has no counterpart"):
+    with pytest.raises(
+        gl.ConfigError,
+        match=exactly("dumper.capture_output has no counterpart; session.tensors and gl.record keep tensors"),
+    ):
         dumper.capture_output().__enter__()
     monkeypatch.setenv("DUMPER_ENABLE_GRAD", "perhaps")
-    with pytest.raises(gl.ConfigError, match=r"enable_grad \(DUMPER_ENABLE_GRAD\) is 'perhaps'"):
+    with pytest.raises(gl.ConfigError, match=exactly("enable_grad (DUMPER_ENABLE_GRAD) is 'perhaps'; it takes 1 or 0")):
         Dumper()
 
 

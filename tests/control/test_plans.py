@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 from graftlab.control.plans import Plans
 from graftlab.errors import SessionError
@@ -83,7 +84,13 @@ def test_lent_plans_are_restored_and_not_undone(plans: Plans) -> None:
     plans.publish_temporary(own.edit(b2t="True"))
     assert plans.is_lent
     assert plans.lasting()[-1] is own
-    with pytest.raises(SessionError, match="is that of a verdict, a match or a comparison"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "session.undo: the plan in force is that of a verdict, a match or a comparison, which restores "
+            "yours at its end. Stop it, or wait"
+        ),
+    ):
         plans.wanted("undo")
     # Published again, it is still lent.
     plans.publish_as(9)

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from kit.in_process import a_row
+from kit.refusals import exactly
 
 from graftlab.control.replay import Replay, SkippedRequest, _with_skipped, replay
 from graftlab.errors import DumpError, RequestError
@@ -90,7 +91,12 @@ def test_rounding_in_16_bits_is_not_divergent(tmp_path: Path) -> None:
     requests = [recorded(f"r{n}", n) for n in range(2)]
     found = summary_of(tmp_path, requests, each(sum), each(sum), *rows).set_index("rid")
     assert found["first_divergent"].fillna("").to_dict() == {"r0": "", "r1": "h"}
-    with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+    with pytest.raises(
+        ValueError,
+        match=exactly(
+            "noise_floor must be a number of at least 0, the largest difference that counts as rounding, not -1"
+        ),
+    ):
         summary_of(tmp_path, requests, each(sum), each(sum), *rows, noise_floor=-1)
 
 
@@ -245,7 +251,12 @@ def test_counts_are_whole_numbers_from_one_on(tmp_path: Path, bad: dict[str, Any
 
 def test_a_noise_floor_that_cannot_be_one_is_refused_before_anything_runs(tmp_path: Path) -> None:
     nothing: Any = None
-    with pytest.raises(ValueError, match="noise_floor must be a number of at least 0"):
+    with pytest.raises(
+        ValueError,
+        match=exactly(
+            "noise_floor must be a number of at least 0, the largest difference that counts as rounding, not -1"
+        ),
+    ):
         replay(nothing, tmp_path / "not read", each(sum), each(sum), noise_floor=-1)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from kit.refusals import exactly
 from kit.rows import row
 
 from graftlab.base import jupyter
@@ -93,16 +94,22 @@ def ends(state: RunState, ranks: Sequence[Any], done: RunDone = ENDED) -> None:
 def test_a_wait_that_is_over_time_says_where_the_ranks_are_and_what_to_do() -> None:
     run, state, ranks = run_of()
     state.note_done(ranks[0], FAILED)
-    with pytest.raises(TimeoutError, match=r"run 3 is still running after 0 s \(baseline\[0\]: failed: Value.*target"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"run 3 is still running after 0 s \(baseline\[0\]: failed: Value.*target",
+    ):
         run.wait(timeout=0)
-    with pytest.raises(TimeoutError, match=r"run 3 has ended 1 of 2 steps after 0 s \(.*wait_steps\(2\) waits again"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"run 3 has ended 1 of 2 steps after 0 s \(.*wait_steps\(2\) waits again",
+    ):
         run.wait_steps(2, timeout=0)
     assert run.wait_steps(1, timeout=0) is run
     ends(state, ranks[1:])
     state.note_settled(ranks[0])
     # A run that is over is never late, nor short of steps.
     assert run.wait_steps(99) is run
-    with pytest.raises(RunError, match="no"):
+    with pytest.raises(RunError, match=exactly("run 3 failed on baseline[0]\n\nbaseline[0] raised ValueError: no")):
         run.wait(timeout=0)
 
 
@@ -119,7 +126,10 @@ def test_a_wait_ends_where_a_rank_cannot_be_stopped() -> None:
     run, state, ranks = run_of()
     state.note_done(ranks[0], FAILED)
     state.is_held_up = True
-    with pytest.raises(RunError, match="cannot be interrupted where it is"):
+    with pytest.raises(
+        RunError,
+        match="cannot be interrupted where it is",
+    ):
         run.wait()
 
 
@@ -127,7 +137,13 @@ def test_rows_of_this_run_that_are_not_on_disk_are_an_error_beside_its_results()
     since: list[int] = []
     run, state, ranks = run_of(count=lambda: 17, unwritten=lambda row: since.append(row) or "the disk is full")
     ends(state, ranks)
-    with pytest.raises(SessionError, match=r"run 3 has ended and .* has its results.* not on disk: the disk is full"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "run 3 has ended and session.runs[-1] has its results, but some of its rows are not on disk: "
+            "the disk is full"
+        ),
+    ):
         run.wait()
     assert since == [17]
 
@@ -139,7 +155,13 @@ def test_the_stop_button_ends_the_wait_with_advice() -> None:
     run, state, ranks = run_of(write=stop)
     state.note_output(ranks[0], Output("printed\n"))
     ends(state, ranks)
-    with pytest.raises(WaitInterrupted, match="stopped waiting for run 3; the ranks continue"):
+    with pytest.raises(
+        WaitInterrupted,
+        match=exactly(
+            "stopped waiting for run 3; the ranks continue. session.runs[-1].wait() waits again, "
+            "session.interrupt() stops the code on the ranks"
+        ),
+    ):
         run.wait()
 
 

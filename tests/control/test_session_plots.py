@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from kit.refusals import exactly
 from kit.rows import row
 
 import graftlab as gl
@@ -245,9 +246,11 @@ def test_steps_are_chosen_by_their_range_and_one_without_rows_is_refused(drawn: 
     for chosen, found in ((range(1, 2), [1]), (range(0, 9, 2), [0, 2]), (range(2, -1, -2), [0, 2])):
         figures.over_steps(steps=chosen)
         assert sorted(set(drawn.pop()[1][0]["step"])) == found
-    with pytest.raises(gl.SessionError, match="step 5 or later"):
+    with pytest.raises(
+        gl.SessionError, match=exactly("run 0 has no rows of step 5 or later; it has rows of steps 0 to 2")
+    ):
         figures.over_steps(steps=range(5, sys.maxsize))
-    with pytest.raises(gl.SessionError, match="step 5 to 7"):
+    with pytest.raises(gl.SessionError, match=exactly("run 0 has no rows of step 5 to 7; it has rows of steps 0 to 2")):
         figures.over_steps(steps=range(5, 8))
     figures.over_steps()
     assert len(drawn[1][1][0]) == 6
@@ -261,7 +264,10 @@ def test_during_a_run_the_last_step_may_still_lack_taps(done: bool | None, last:
 
 
 def test_a_figure_of_a_verdict_is_that_of_the_newest(drawn: list[Any]) -> None:
-    with pytest.raises(gl.SessionError, match="nothing was judged yet"):
+    with pytest.raises(
+        gl.SessionError,
+        match=exactly("session.plot.verdict: nothing was judged yet; session.verdict(f, g) judges two functions"),
+    ):
         plots_of().verdict()
     old, new = (SimpleNamespace(plot=lambda tap, n=n, **given: (n, tap, given)) for n in (1, 2))
     assert plots_of(verdicts=[old, new]).verdict("h", dims=(0,)) == (2, "h", {"dims": (0,)})

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 from graftlab.control.work import (
     WorkFactory,
@@ -34,7 +35,10 @@ def test_arguments_are_a_tuple_and_a_dict_of_their_own() -> None:
     assert (args, kwargs) == ((3,), {"more": 1})
     assert arguments("run", (), None) == ((), {})
     with pytest.raises(
-        SessionError, match=r"run: args= must be a tuple .*, not str; for a single one write args=\(x,\)"
+        SessionError,
+        match=exactly(
+            "run: args= must be a tuple of all positional arguments, not str; for a single one write args=(x,)"
+        ),
     ):
         arguments("run", "x", None)
     for wrong in ([], ["more"], {1: 2}):
@@ -91,7 +95,9 @@ def test_callees_are_bound_to_their_arguments_and_expressions_are_not() -> None:
             lambda a, k: pack_callees({"target": "f()"}, a, k),
             lambda a, k: WorkFactory().of("target", "f()", a, k),
         ):
-            with pytest.raises(SessionError, match=r"target='f\(\)' is an expression, which takes no args"):
+            with pytest.raises(
+                SessionError, match=exactly("target='f()' is an expression, which takes no args; write them into it")
+            ):
                 refuses(args, kwargs)
 
 

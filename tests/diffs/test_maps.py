@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.refusals import exactly
 from torch import Tensor
 
 from graftlab.diffs.maps import difference_map, max_downsample, resolve_dims, working_dtype
@@ -141,5 +142,11 @@ def test_which_axes_are_shown() -> None:
 def test_incomparable_pairs_are_refused_with_the_reason() -> None:
     with pytest.raises(TypeError, match=r"target must be a torch\.Tensor, got list"):
         difference_map(torch.ones(1), [1.0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"baseline has shape \[1\] and target \[2\]: align them first"):
+    with pytest.raises(
+        ValueError,
+        match=exactly(
+            "baseline has shape [1] and target [2]: align them first, for instance by concatenating the "
+            "shards or by taking the matching slice"
+        ),
+    ):
         difference_map(torch.ones(1), torch.ones(2))

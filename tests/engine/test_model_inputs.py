@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from kit.recorded_kernels import record_kernels
+from kit.refusals import exactly
 from kit.support import SMALL_MODEL
 from torch import Tensor
 
@@ -152,13 +153,15 @@ def test_what_a_model_cannot_be_made_of_is_refused() -> None:
     for sections in ((1, 1, 1), (2, 2), (-1, 1, 4)):
         with pytest.raises(ValueError, match="add up to half of head_dim: 4"):
             make(sections=sections)
-    with pytest.raises(ValueError, match="image_width must be at least 1"):
+    with pytest.raises(ValueError, match=exactly("image_width must be at least 1, got 0")):
         make(sections=(1, 1, 2), image_width=0)
-    with pytest.raises(ValueError, match="image_token=61 is not in the vocabulary"):
+    with pytest.raises(ValueError, match=exactly("image_token=61 is not in the vocabulary of 61")):
         make(sections=(1, 1, 2), image_token=61)
-    with pytest.raises(ValueError, match="separator=61 is not in the vocabulary"):
+    with pytest.raises(ValueError, match=exactly("separator=61 is not in the vocabulary of 61")):
         CrossAttentionTransformer(CONFIG, separator=61)
-    with pytest.raises(ValueError, match=r"three rows of input_ids' shape, \[3, 1, 2\]"):
+    with pytest.raises(
+        ValueError, match=exactly("positions must have three rows of input_ids' shape, [3, 1, 2], got [1, 2]")
+    ):
         model("mrope")(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
 
 
@@ -262,9 +265,20 @@ def test_a_draft_may_have_multimodal_positions_too() -> None:
 
 
 def test_a_draft_whose_inputs_no_batch_has_is_refused() -> None:
-    with pytest.raises(GraphError, match="the draft has cross-attention"):
+    with pytest.raises(
+        GraphError,
+        match=exactly(
+            "the draft has cross-attention, but its cache gets no encoder states; use a draft without it, "
+            "or a DecodeGraphRunner"
+        ),
+    ):
         Engine(model("encoder"), runner=drafting("encoder"))
-    with pytest.raises(GraphError, match="the draft has multimodal rotary positions"):
+    with pytest.raises(
+        GraphError,
+        match=exactly(
+            "the draft has multimodal rotary positions, and batches of this model have none; use a draft without them"
+        ),
+    ):
         Engine(model("plain"), runner=drafting("mrope"))
 
 
@@ -272,16 +286,24 @@ def test_a_batch_or_cache_without_what_the_model_reads_is_refused() -> None:
     cache = KVCache(
         2, 2, 8, max_requests=1, max_context=4, max_tokens=4, dtype=torch.float64, device=torch.device("cpu")
     )
-    with pytest.raises(GraphError, match="no room for encoder states"):
+    with pytest.raises(
+        GraphError,
+        match=exactly(
+            "the model has cross-attention, and its cache has no room for encoder states; make the cache "
+            "with encoder_states=True, as Engine does for such a model"
+        ),
+    ):
         EagerRunner(model("encoder"), cache)
     one = torch.tensor([1])
     batch = ForwardBatch("decode", one, one - 1, one, one - 1, one, one)
-    with pytest.raises(GraphError, match="the batch has no mrope_positions"):
+    with pytest.raises(
+        GraphError, match=exactly("the model has multimodal rotary positions, and the batch has no mrope_positions")
+    ):
         EagerRunner(model("mrope"), cache).forward(batch)
     engine = Engine(model("encoder"), max_requests=1)
-    with pytest.raises(GraphError, match="the batch has no encoder_lens"):
+    with pytest.raises(GraphError, match=exactly("the model has cross-attention, and the batch has no encoder_lens")):
         engine.runner.forward(batch)
-    with pytest.raises(GraphError, match="room for 1 tokens, and the batch has 2"):
+    with pytest.raises(GraphError, match=exactly("EncoderAttention has room for 1 tokens, and the batch has 2")):
         EncoderAttention(engine.cache, 1).prepare_metadata(
             dataclasses.replace(batch, input_ids=torch.tensor([1, 2]), encoder_lens=one)
         )

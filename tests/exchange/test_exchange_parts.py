@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from kit.exchange_scripts import write_without_end
 from kit.int8_tensor import Int8Tensor
 from kit.mailboxes import DEADLINE, Descriptors, eager_threads, in_background
+from kit.refusals import exactly
 from kit.values import assert_values
 
 from graftlab.base.tags import TapKey
@@ -442,9 +443,9 @@ def test_a_tensor_of_another_machine_arrives_with_its_frame_or_is_refused() -> N
     Peers._note_remote(peers, peer, StepEndFrame(4), b"")
     assert (peer.received, list(peer.attached)) == (1, [])
     location = DeviceLocation(0, 0, 0, b"")
-    with pytest.raises(ValueError, match="in the memory of another machine's GPU"):
+    with pytest.raises(ValueError, match=exactly("its tensor is in the memory of another machine's GPU")):
         Peers._note_remote(peers, peer, PublishFrame(key, 1, "float32", (2,), 8, location, None), b"")
-    with pytest.raises(ValueError, match="a handle of another machine's GPU memory"):
+    with pytest.raises(ValueError, match=exactly("it is a handle of another machine's GPU memory")):
         Peers._note_remote(peers, peer, ChunkFrame(0, b""), b"")
     assert peer.received == 1
 

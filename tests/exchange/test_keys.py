@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from kit.refusals import exactly
 
 from graftlab.errors import ConfigError
 from graftlab.exchange import keys
@@ -36,7 +37,13 @@ def test_both_ends_derive_the_same_keys_and_roles_have_different_ones() -> None:
 
 def test_a_token_that_could_be_guessed_is_refused() -> None:
     derive_keys("x" * 40)
-    with pytest.raises(ConfigError, match="has 39 characters; use the token that"):
+    with pytest.raises(
+        ConfigError,
+        match=exactly(
+            "token (GRAFTLAB_TOKEN) has 39 characters; use the token that gl.listen prints, or one made by "
+            "`graftlab token FILE`"
+        ),
+    ):
         derive_keys("x" * 39)
 
 

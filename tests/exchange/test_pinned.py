@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit.gpus import LateGpu, Machine, on_gpu
 from kit.mailboxes import MIB, World, a_world, key
+from kit.refusals import exactly
 
 from graftlab.errors import BufferFullError, GraftWarning
 from graftlab.exchange.device import Cuda
@@ -119,7 +120,13 @@ def test_pinned_memory_counts_against_the_budget() -> None:
         sender.exchange.timeout = 0.05
         sender.publish(key("first"), on_gpu(torch.zeros(MIB, dtype=torch.uint8)))
         assert sender.bytes_in_use() == MIB
-        with pytest.raises(BufferFullError, match="'second' of step 0: its buffer of 1 MiB stayed full"):
+        with pytest.raises(
+            BufferFullError,
+            match=exactly(
+                "baseline[0] could not publish tap 'second' of step 0: its buffer of 1 MiB stayed full for "
+                "0.05 s; target[0]: starting"
+            ),
+        ):
             sender.publish(key("second"), on_gpu(torch.zeros(1)))
         receiver.take(key("first"))
         receiver.exchange.end_step(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.grafters import GrafterWorld, Unpackable
+from kit.refusals import exactly
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
@@ -110,7 +111,14 @@ def test_repeated_taps_meet_by_occurrence() -> None:
 
 def test_an_overlap_raises_and_names_the_tags_and_both_filters() -> None:
     world = GrafterWorld(b2t="layer == 3", t2b="name == 'h'")
-    with pytest.raises(gl.GraftOverlapError, match=r"on target\[0\], tags .*'step': 0.*'layer': 3.*b2t='layer == 3'"):
+    with pytest.raises(
+        gl.GraftOverlapError,
+        match=exactly(
+            "tap 'h' matches both b2t and t2b on target[0], tags {'name': 'h', 'step': 0, 'side': "
+            "'target', 'rank': 0, 'recompute_status': 'original', 'layer': 3}; change one filter so that "
+            "each tap has one direction (b2t='layer == 3', t2b=\"name == 'h'\")"
+        ),
+    ):
         world.target.tap("h", 1.0, layer=3)
     assert not world.rows
 

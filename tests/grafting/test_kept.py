@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.mailboxes import DEADLINE, MIB, eager_threads, in_background
+from kit.refusals import exactly
 from kit.tensors import DTYPES, bits, layouts, random_bits
 
 from graftlab.errors import SessionError
@@ -182,7 +183,13 @@ def test_older_pair_does_not_replace_one_that_was_not_kept() -> None:
         "the pair of x layer=1 at step 7 was not kept: its tensors have 4 MiB and the budget of a rank is 2 MiB; "
         "keep it with gl.launch(..., keep_budget=4 << 20) or more. An older pair is kept: step=0"
     )
-    with pytest.raises(SessionError, match="at step 7 was not kept"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the pair of x layer=1 at step 7 was not kept: its tensors have 4 MiB and the budget of a rank "
+            "is 2 MiB; keep it with gl.launch(..., keep_budget=4 << 20) or more"
+        ),
+    ):
         kept.find("x", {"layer": 1, "step": 7})
     older = kept.find("x", {"layer": 1, "step": 0})
     assert older is not None
@@ -208,7 +215,10 @@ def test_where_the_newest_transform_failed_an_older_pair_is_not_taken_for_it() -
     keep_number(kept, 1.0, layer=1, step=0)
     kept.add(the_input(torch.zeros(1), torch.ones(1), layer=1, step=4), None)
     with pytest.raises(
-        SessionError, match=r"x layer=1 at step 4 was not kept: its transform failed. An older pair is kept"
+        SessionError,
+        match=exactly(
+            "the pair of x layer=1 at step 4 was not kept: its transform failed. An older pair is kept: step=0"
+        ),
     ):
         kept.find("x", {"layer": 1})
     failed = kept.find("x", {"layer": 1}, failed=True)
@@ -222,7 +232,11 @@ def test_dropped_pair_is_reported_with_the_reason() -> None:
         keep_number(kept, layer, MIB, layer=layer, step=5)
     assert kept.find("x", {"layer": 1}) is not None
     with pytest.raises(
-        SessionError, match="x layer=0 at step 5 is no longer kept: newer pairs replaced it, because the"
+        SessionError,
+        match=exactly(
+            "the pair of x layer=0 at step 5 is no longer kept: newer pairs replaced it, because the "
+            "budget of a rank is 2 MiB; set a larger one, in bytes, with gl.launch(..., keep_budget=...)"
+        ),
     ):
         kept.find("x", {"layer": 0})
 
@@ -233,7 +247,13 @@ def test_of_several_dropped_pairs_of_a_tap_the_newest_is_reported() -> None:
         keep_number(kept, step, MIB, layer=0, step=step)
     for layer in (1, 2):
         keep_number(kept, layer, MIB, layer=layer, step=5)
-    with pytest.raises(SessionError, match="x layer=0 at step 4 is no longer kept"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the pair of x layer=0 at step 4 is no longer kept: newer pairs replaced it, because the "
+            "budget of a rank is 2 MiB; set a larger one, in bytes, with gl.launch(..., keep_budget=...)"
+        ),
+    ):
         kept.find("x", {"layer": 0})
     assert [tags["step"] for tags in kept.missing()] == [4]
 
@@ -244,7 +264,9 @@ def test_failed_transform_is_reported_after_its_input_was_dropped() -> None:
     for layer in (1, 2):
         keep_number(kept, layer, MIB, layer=layer, step=5)
     assert [tags["layer"] for tags in kept.tags(failed=True)] == [1, 2]
-    with pytest.raises(SessionError, match="x layer=0 at step 5 was not kept: its transform failed"):
+    with pytest.raises(
+        SessionError, match=exactly("the pair of x layer=0 at step 5 was not kept: its transform failed")
+    ):
         kept.find("x", {"layer": 0}, failed=True)
 
 
@@ -255,7 +277,13 @@ def test_newest_of_several_missing_pairs_is_reported() -> None:
         for layer in (1, 2):
             keep_number(kept, 0, 4 * MIB, layer=layer, step=step)
     assert [(tags["layer"], tags["step"]) for tags in kept.missing()] == [(1, 4), (2, 4)]
-    with pytest.raises(SessionError, match="x layer=2 at step 4 was not kept"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the pair of x layer=2 at step 4 was not kept: its tensors have 4 MiB and the budget of a rank "
+            "is 2 MiB; keep it with gl.launch(..., keep_budget=4 << 20) or more"
+        ),
+    ):
         kept.find("x", {})
     # What was kept before another tap's newest was missed is not held against it.
     keep_number(kept, 7, MIB, layer=1, step=5)
@@ -267,7 +295,13 @@ def test_pair_of_exactly_the_budget_is_kept_and_sizes_are_in_whole_mib() -> None
     kept = KeptPairs(2 * MIB)
     assert keep_number(kept, 1, 2 * MIB, index=0) is None
     assert keep_number(kept, 1, 2 * MIB + 8, index=1) == "not kept: the tensors have 2 MiB and the budget is 2 MiB"
-    with pytest.raises(SessionError, match=r"keep_budget=3 << 20\) or more"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the pair of x index=1 at step None was not kept: its tensors have 2 MiB and the budget of a "
+            "rank is 2 MiB; keep it with gl.launch(..., keep_budget=3 << 20) or more"
+        ),
+    ):
         kept.find("x", {"index": 1})
     assert [tags["index"] for tags in kept.tags()] == [0]
 
@@ -315,7 +349,13 @@ def test_dropped_pairs_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -
         keep_number(kept, layer, MIB, layer=layer, step=5)
         assert len(kept._missing) <= 5
     # Those that went last are still told of.
-    with pytest.raises(SessionError, match="x layer=20 at step 5 is no longer kept"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the pair of x layer=20 at step 5 is no longer kept: newer pairs replaced it, because the "
+            "budget of a rank is 2 MiB; set a larger one, in bytes, with gl.launch(..., keep_budget=...)"
+        ),
+    ):
         kept.find("x", {"layer": 20})
 
 

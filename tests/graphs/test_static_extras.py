@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from kit.refusals import exactly
 from torch import Tensor
 
 from graftlab.errors import GraphError
@@ -90,7 +91,13 @@ def test_a_parameter_is_read_where_it_lies_and_must_be_the_same() -> None:
     static.update(None, {"w": weight.detach()})
     assert static.given(BATCH)["w"] is weight
     with pytest.raises(
-        GraphError, match=r"tap 'x' in a captured function: extras\['w'\] is on cpu and was created again"
+        GraphError,
+        match=exactly(
+            "tap 'x' in a captured function: extras['w'] is on cpu and was created again this time. No "
+            "Python runs there at a replay, which would repeat the values of the capture. Make it a tensor "
+            "that the graph computes, or give extras=lambda: {...}, which is called on the host at each "
+            "replay"
+        ),
     ):
         static.update(None, {"w": torch.nn.Parameter(torch.ones(3))})
 

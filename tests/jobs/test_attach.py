@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, GraftWarning, LayoutError, SessionError
@@ -61,7 +62,7 @@ def test_a_process_joins_with_its_config_or_that_of_its_environment(
     assert joining.meshes == ["tp=1", "given", "given"]
     assert joining.began == 3
     monkeypatch.setattr(active, "grafter", lambda: object())
-    with pytest.raises(SessionError, match="this process is a rank already"):
+    with pytest.raises(SessionError, match=exactly("this process is a rank already; gl.here() shows which")):
         attaching.attach(config)
     assert joining.began == 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.config import GraftConfig
@@ -36,5 +37,8 @@ def test_the_token_is_named_by_its_file_and_not_given(tmp_path: Path, monkeypatc
 
 
 def test_a_session_without_jobs_and_an_unknown_side_are_refused(tmp_path: Path) -> None:
-    with gl.listen(folder=tmp_path) as session, pytest.raises(gl.SessionError, match="a side is 'baseline'"):
+    with (
+        gl.listen(folder=tmp_path) as session,
+        pytest.raises(gl.SessionError, match=exactly("session.environment('both'): a side is 'baseline' or 'target'")),
+    ):
         session.environment("both")  # type: ignore[arg-type]

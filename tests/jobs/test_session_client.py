@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 from graftlab.base.world import Place
 from graftlab.config import GraftConfig
@@ -203,7 +204,14 @@ def test_a_host_without_an_address_is_a_wrong_setting(tmp_path: Path, monkeypatc
 
 def test_without_a_token_no_other_machine_is_asked(tmp_path: Path) -> None:
     made = client(tmp_path, address=HERE)
-    with pytest.raises(ConfigError, match="GRAFTLAB_TOKEN_FILE"):
+    with pytest.raises(
+        ConfigError,
+        match=exactly(
+            "token (GRAFTLAB_TOKEN) is not given, nor is token_file (GRAFTLAB_TOKEN_FILE); address is "
+            "tcp://localhost:29500, where jobs on several machines meet: the session that listens there "
+            "has printed the token, or `graftlab token FILE` makes one beforehand"
+        ),
+    ):
         made._join_over_network(made._config.endpoint)  # type: ignore[arg-type]
 
 
@@ -213,11 +221,17 @@ def test_another_machine_is_asked_until_the_time_is_over(
     made = client(tmp_path, address=HERE, token=new_token(), timeout=2.2)
     asked: list[Any] = []
     monkeypatch.setattr(made, "_ask_over_network", lambda endpoint, state: asked.append(state))
-    with pytest.raises(SessionError, match=r"answered at .* within 2\.2 s: does a session listen there"):
+    with pytest.raises(
+        SessionError,
+        match=r"answered at .* within 2\.2 s: does a session listen there",
+    ):
         made._join_over_network(made._config.endpoint)  # type: ignore[arg-type]
     assert (asked, clock.waits) == ([None] * 5, [0.5] * 4)
     made._reached_unauthenticated = True
-    with pytest.raises(SessionError, match="the process that listens there has a different token"):
+    with pytest.raises(
+        SessionError,
+        match=r"the process that listens there has a different token",
+    ):
         made._join_over_network(made._config.endpoint)  # type: ignore[arg-type]
     monkeypatch.setattr(made, "_ask_over_network", lambda endpoint, state: "admitted")
     assert made._join_over_network(made._config.endpoint) == "admitted"  # type: ignore[arg-type, comparison-overlap]
@@ -249,7 +263,7 @@ def test_a_job_whose_place_is_taken_asks_again_for_a_while(
         raise _RankTakenError("target[0] has joined already")
 
     monkeypatch.setattr(made, "_try_to_join", taken)
-    with pytest.raises(SessionError, match="has joined already"):
+    with pytest.raises(SessionError, match=exactly("target[0] has joined already")):
         made.join()
     assert len(asked) == tries
     monkeypatch.setattr(made, "_try_to_join", lambda: "admitted")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 from kit.verdict_stages import taps
 
 from graftlab.control.verdicts import Verdict
@@ -358,7 +359,13 @@ def test_the_plan_is_restored_after_a_run_and_an_interrupt_reaches_the_ranks(mon
     nothing = {"b2t": "False", "t2b": "False", "compare": "False", "keep": None}
     assert made == [(nothing, {"baseline": "f", "target": "g"}, (1,), {"k": 2}), 0, 5, "restored"]
     made[:] = ["stop"]
-    with pytest.raises(WaitInterrupted, match=r"compiled code was stopped \(title\); its code .* plan from before"):
+    with pytest.raises(
+        WaitInterrupted,
+        match=exactly(
+            "the comparison with compiled code was stopped (title); its code on the ranks was interrupted, "
+            "and the plan from before is in force again"
+        ),
+    ):
         compiled._run("title", None, None)
     assert made[-2:] == ["interrupt", "restored"]
     made[:] = ["refused"]

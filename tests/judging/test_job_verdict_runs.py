@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kit.in_process import TalkingRank, talking_ranks
+from kit.refusals import exactly
 from kit.support import wait_until
 
 from graftlab.base.progress import LongWait
@@ -76,7 +77,10 @@ def filters(plan: Any) -> tuple[Any, ...]:
 
 def test_a_verdict_times_out_if_jobs_end_no_step(session: SessionCore, ranks: list[TalkingRank]) -> None:
     under_way(session, ranks)
-    with pytest.raises(SessionError, match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)"):
+    with pytest.raises(
+        SessionError,
+        match=r"no job made progress for 0\.05 s .* where they call gl\.step\(\)",
+    ):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
     for each in ranks:
@@ -92,7 +96,13 @@ def test_a_job_that_ends_ends_the_verdict(session: SessionCore, ranks: list[Talk
     ranks[0].line.send(RunDone(run, None, None))
     ranks[0].line.send(RunSettled(run, 4))
     wait_until(lambda: state_of(session.runs[-1]).has_ended(ranks[0].rank), "the end of the baseline's part")
-    with pytest.raises(SessionError, match=r"abandoned: baseline\[0\] ended before it was done, after its run 0"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "the verdict was abandoned: baseline[0] ended before it was done, after its run 0. A verdict "
+            "takes about twenty steps of the jobs; let them run longer"
+        ),
+    ):
         judge(session, VerdictRequest())
     assert filters(session.plan) == filters(PLAN)
 
@@ -154,14 +164,32 @@ def test_the_state_of_jobs_is_grafted_only_if_it_may_be(
 
 
 def test_missing_jobs_are_named_and_the_plan_is_unchanged(session: SessionCore, ranks: list[TalkingRank]) -> None:
-    with pytest.raises(SessionError, match=r"waited 0\.05 s for the jobs to begin their run\. Start each job with"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: waited 0.05 s for the jobs to begin their run. Start each job with the variables "
+            "that gl.listen printed; session.status() shows which ranks have joined, and "
+            "gl.listen(timeout=...) sets how long to wait for the next one"
+        ),
+    ):
         judge(session, VerdictRequest())
     under_way(session, ranks)
     ranks[1].rank.alive = False
-    with pytest.raises(SessionError, match=r"target\[0\] is missing"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: target[0] is missing, and a verdict needs every rank of both jobs; session.status() shows them"
+        ),
+    ):
         judge(session, VerdictRequest())
     ranks[0].rank.alive = False
-    with pytest.raises(SessionError, match=r"baseline\[0\], target\[0\] are missing, and a verdict needs"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: baseline[0], target[0] are missing, and a verdict needs every rank of both jobs; "
+            "session.status() shows them"
+        ),
+    ):
         judge(session, VerdictRequest())
     assert session.plan.version == PLAN.version
 
@@ -202,7 +230,10 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
         monotonic=lambda: 0.8 * limit * len(waits) if session.runs == [] else time.monotonic(),
     )
     monkeypatch.setattr("graftlab.judging.job_steps.time", clock)
-    with pytest.raises(SessionError, match="no job made progress"):
+    with pytest.raises(
+        SessionError,
+        match=r"no job made progress",
+    ):
         judge(session, request)
     # The stop button ends each of these waits.
     assert len(stops) > 1
@@ -213,7 +244,14 @@ def test_a_verdict_waits_for_jobs_that_have_not_joined(
 
 def test_a_verdict_ends_its_wait_for_jobs_at_the_time_limit(session: SessionCore, ranks: list[TalkingRank]) -> None:
     ranks[1].rank.alive, ranks[1].rank.is_expected = False, True
-    with pytest.raises(SessionError, match=r"waited 0\.05 s for target\[0\] to join\. Start each job"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: waited 0.05 s for target[0] to join. Start each job with the variables that "
+            "gl.listen printed; session.status() shows which ranks have joined, and gl.listen(timeout=...) "
+            "sets how long to wait for the next one"
+        ),
+    ):
         judge(session, VerdictRequest())
     assert session.plan.version == PLAN.version
 
@@ -243,9 +281,21 @@ def test_code_for_jobs_is_refused_before_the_plan_changes(
 def test_a_verdict_on_a_launched_session_needs_functions(session: SessionCore, ranks: list[TalkingRank]) -> None:
     for each in ranks:
         each.rank.takes_work = True
-    with pytest.raises(SessionError, match="give baseline= and target="):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: give baseline= and target=, the functions to judge; only a session that listens for "
+            "jobs judges without them, in the steps that the jobs make anyway"
+        ),
+    ):
         judge(session, VerdictRequest())
-    with pytest.raises(SessionError, match="are for a session that listens for jobs"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: steps= and graft_weights= are for a session that listens for jobs. A function that "
+            "is called for each run makes all of its steps, and begins from the same weights"
+        ),
+    ):
         judge(session, VerdictRequest("f()", "f()", steps=2))
 
 
@@ -262,7 +312,9 @@ def test_a_job_that_did_not_run_against_itself_ends_the_verdict_and_is_named() -
     made._jobs, made._steps = SimpleNamespace(ask=ask, is_edited=lambda version: False), 1
     made._publish = lambda wanted: plan.version + 1
     made._after_steps = lambda why, version, runs: 3
-    with pytest.raises(SessionError, match=r"target\[0\] did not run against itself \(the floor\); its log has"):
+    with pytest.raises(
+        SessionError, match=exactly("verdict: target[0] did not run against itself (the floor); its log has the reason")
+    ):
         made._against_themselves("the floor", ("rest",), ranks[1:])
     # The other rank skips its taps meanwhile.
     assert asked == [("baseline[0]", "RunSelfGraft"), ("target[0]", "RunSelfGraft"), ("target[0]", "AskSelfGraft")]
@@ -283,7 +335,9 @@ def test_a_job_that_did_not_trace_its_step_ends_the_verdict(
     monkeypatch.setattr(runs, "_publish", lambda wanted: session.plan.version + 1)
     monkeypatch.setattr(runs, "_after_steps", lambda why, version, count: 0)
     given: Any = ("lines", RunFilters(), (), frozenset(), {"baseline": [[]], "target": [[]]})
-    with pytest.raises(SessionError, match=r"verdict: baseline\[0\] did not trace its step \(lines\); its log has"):
+    with pytest.raises(
+        SessionError, match=exactly("verdict: baseline[0] did not trace its step (lines); its log has the reason")
+    ):
         runs.traced(*given)
     answers = {side: LineTraces(pack_value([side]), "") for side in ("baseline", "target")}
     monkeypatch.setattr(runs, "_rows_under", lambda version, *rest: version)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
+from kit.refusals import exactly
 from kit.verdict_stages import taps
 
 from graftlab.control.verdicts import Verdict
@@ -16,6 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.judging import judge
 from graftlab.judging.judge import judge_rows, judge_runs, of_functions, runs_of
 from graftlab.judging.verdict_request import VerdictRequest
+from graftlab.plots import verdict as plots_of_verdicts
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.added import added_frame, labelled
 from graftlab.verdict.findings import Findings
@@ -34,7 +38,13 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_each_side_has_its_own_default_function(session: Any) -> None:
     for given in ({"baseline": "f"}, {"target": "g"}, {}):
-        with pytest.raises(SessionError, match="give baseline= and target="):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: give baseline= and target=, the functions to judge; only a session that listens "
+                "for jobs judges without them, in the steps that the jobs make anyway"
+            ),
+        ):
             of_functions(session, VerdictRequest(given.get("baseline"), given.get("target")))
     session.default_callees = {"baseline": "f", "target": "g"}
     found = of_functions(session, VerdictRequest(None, None))
@@ -47,7 +57,13 @@ def test_each_side_has_its_own_default_function(session: Any) -> None:
 
 def test_what_only_jobs_take_is_refused_for_functions(session: Any) -> None:
     for more in ({"steps": 2}, {"graft_weights": True}):
-        with pytest.raises(SessionError, match="steps= and graft_weights= are for a session that listens"):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: steps= and graft_weights= are for a session that listens for jobs. A function that "
+                "is called for each run makes all of its steps, and begins from the same weights"
+            ),
+        ):
             of_functions(session, VerdictRequest("f", "g", **more))  # type: ignore[arg-type]
 
 
@@ -60,9 +76,22 @@ def test_a_recording_can_be_the_baseline_and_has_no_floor(session: Any) -> None:
 
     recording: Any = object.__new__(Recording)
     assert of_functions(session, VerdictRequest(recording, "g")).baseline is recording
-    with pytest.raises(SessionError, match="the target is a recording"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: the target is a recording, which computes nothing from what is grafted into it, so "
+            "what each tap adds cannot be measured. Make it the baseline, or give the code that was "
+            "recorded; session.plot.divergence() shows the differences as they are"
+        ),
+    ):
         of_functions(session, VerdictRequest("f", recording))
-    with pytest.raises(SessionError, match="exact= measures a floor, and the baseline is a recording"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: exact= measures a floor, and the baseline is a recording, which has none: leave it "
+            "out, and give floor= where the assumed floor does not suit"
+        ),
+    ):
         of_functions(session, VerdictRequest(recording, "g", exact="h"))
 
 
@@ -74,7 +103,14 @@ def test_one_job_among_the_ranks_is_judged_as_jobs_are(session: Any, monkeypatch
     request = VerdictRequest(None, None, steps=2)
     assert runs_of(session, request) == ("steps", request)
     for more in ({"baseline": "f"}, {"target": "g"}, {"exact": "h"}, {"args": (1,)}, {"kwargs": {"x": 1}}):
-        with pytest.raises(SessionError, match="cannot be given code to run"):
+        with pytest.raises(
+            SessionError,
+            match=exactly(
+                "verdict: these ranks are jobs that another launcher started, and cannot be given code to "
+                "run: baseline=, target=, exact=, args= and kwargs= are for a launched session. "
+                "session.verdict() judges what the jobs do"
+            ),
+        ):
             runs_of(session, replace(request, **more))  # type: ignore[arg-type]
 
 
@@ -214,6 +250,24 @@ def test_a_notebook_shows_a_line_for_each_named_group_with_its_worst_tap() -> No
     assert b == ["b", "culprit", "2.00e-01", "1.00e-02", "2.00e+01"]
 
 
-def test_a_group_has_the_most_serious_label_of_its_taps() -> None:
-    frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": ["clean", "culprit", "inherited", "clean"]})
-    assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": "culprit", "b": "inherited"}
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [*itertools.pairwise(("unmeasured", "clean", "inherited", "rounds differently", "cancels", "minor", "culprit"))],
+)
+def test_a_group_has_the_most_serious_label_of_its_taps(less: str, more: str) -> None:
+    frame = pd.DataFrame({"group": ["a", "a", "b", "a"], "label": [less, more, less, less]})
+    assert Verdict(Findings(frame, 5.0, 1), 3).labels == {"a": more, "b": less}
+
+
+def test_a_verdicts_figure_has_its_threshold_and_the_options_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = Mock()
+    monkeypatch.setattr(plots_of_verdicts, "added_errors", drawn)
+    frame = pd.DataFrame({"group": ["a"], "label": ["clean"]})
+    assert Verdict(Findings(frame, 7.0, 1), 3).plot(ax=None) is drawn.return_value
+    drawn.assert_called_once_with(frame, threshold=7.0, ax=None)
+
+
+def test_a_tap_has_the_name_that_it_has_in_the_target() -> None:
+    rows = taps("grafted", a=0.1, b=0.2)
+    named = rows.assign(target_name=[None, "theirs", "c", "d"])
+    assert added_frame(named, {}, constant=1e-2)["target_name"].tolist() == ["a", "theirs", "c", "d"]

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.errors import SessionError
 from graftlab.filters.expressions import compile_filter
@@ -241,5 +242,11 @@ def test_earlier_steps_are_those_in_which_the_output_of_its_layer_differs() -> N
 
 def test_an_output_without_a_record_on_a_rank_is_refused(runs: Runs) -> None:
     runs.session = SimpleNamespace(options=SimpleNamespace(keep_budget=1 << 20))  # type: ignore[attr-defined]
-    with pytest.raises(SessionError, match="values of gone were not recorded"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: the baseline's values of gone were not recorded, because not all taps fit into 1 MiB "
+            "on each rank; launch with a larger keep_budget="
+        ),
+    ):
         swaps_of(runs).with_and_without(["a"], OutputTap("gone", "gone", "float32", {}, (0, 0)))

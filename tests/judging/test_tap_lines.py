@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from kit.refusals import exactly
 
 from graftlab.errors import SessionError
 from graftlab.judging import tap_lines
@@ -100,15 +101,33 @@ def test_names_and_remarks_are_text_in_a_notebook() -> None:
 
 
 def test_a_tap_that_was_not_measured_is_refused_with_those_that_were(runs: SimpleNamespace) -> None:
-    with pytest.raises(SessionError, match=r"no tap 'h\.2' was measured .*; did you mean 'h\.1', 'h\.0', 'h\.\*'\?"):
+    with pytest.raises(
+        SessionError,
+        match=exactly("lines: no tap 'h.2' was measured on both sides in this call; did you mean 'h.1', 'h.0', 'h.*'?"),
+    ):
         lines("h.2")
-    with pytest.raises(SessionError, match=r"measured: h\.0, h\.1, out, h\.\*"):
+    with pytest.raises(
+        SessionError,
+        match=exactly("lines: no tap 'xyz' was measured on both sides in this call; measured: h.0, h.1, out, h.*"),
+    ):
         lines("xyz")
     runs.frame.loc[1, "ratio"] = float("nan")
-    with pytest.raises(SessionError, match=r"'h\.1' has no pair of finite numbers in some call"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "lines: 'h.1' has no pair of finite numbers in some call, so how far it differs is unknown; "
+            "session.lines of the first tap with a number that is not finite may tell why"
+        ),
+    ):
         lines("h.1")
     runs.recorded = True
-    with pytest.raises(SessionError, match="the baseline is a recording"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "lines: the baseline is a recording, which has no operations to compare with; "
+            "session.verdict() names the tap"
+        ),
+    ):
         lines("h.1")
 
 

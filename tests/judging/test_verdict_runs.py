@@ -10,6 +10,7 @@ from unittest.mock import MagicMock, Mock, call
 
 import pandas as pd
 import pytest
+from kit.refusals import exactly
 
 from graftlab.control.work import pack_callees
 from graftlab.errors import LaunchError, RunError, SessionError, WaitInterrupted
@@ -148,7 +149,16 @@ def test_a_verdict_that_is_stopped_interrupts_its_run_and_says_what_is_left(call
     calls.session.interrupt.assert_not_called()
     calls.restored.assert_called_once_with(calls.session)
     calls.answer(side_effect=KeyboardInterrupt)
-    with pytest.raises(WaitInterrupted, match=r"in its run 1; .* plan from before is in force again$"), calls.runs:
+    with (
+        pytest.raises(
+            WaitInterrupted,
+            match=exactly(
+                "the verdict was stopped in its run 1; its code on the ranks was interrupted, and the plan "
+                "from before is in force again"
+            ),
+        ),
+        calls.runs,
+    ):
         calls.runs.both("first", RunFilters())
     calls.session.interrupt.assert_called_once_with()
 
@@ -157,7 +167,10 @@ def test_a_verdict_of_jobs_that_is_stopped_leaves_them_alone(monkeypatch: pytest
     monkeypatch.setattr(verdict_runs, "restore_plan", Mock())
     steps = Steps(monkeypatch)
     steps.runs._jobs = jobs = MagicMock()
-    with pytest.raises(WaitInterrupted, match=r"before its first run; the plan from before is in force again$"):
+    with pytest.raises(
+        WaitInterrupted,
+        match=exactly("the verdict was stopped before its first run; the plan from before is in force again"),
+    ):
         steps.runs.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     steps.session.interrupt.assert_not_called()
     jobs.__exit__.assert_called_once()
@@ -165,7 +178,10 @@ def test_a_verdict_of_jobs_that_is_stopped_leaves_them_alone(monkeypatch: pytest
 
 def test_a_run_under_an_edited_plan_is_not_judged(calls: Calls) -> None:
     calls.answer(frame=rows(X, version=5))
-    with pytest.raises(VerdictAbandoned, match="the plan was edited during the verdict"):
+    with pytest.raises(
+        VerdictAbandoned,
+        match=exactly("the plan was edited during the verdict. Do not edit the filters until it is done"),
+    ):
         calls.runs.both("first", RunFilters())
     calls.answer(frame=rows())
     assert len(calls.runs.both("no rows", RunFilters())) == 0
@@ -194,7 +210,7 @@ def test_only_an_exception_of_the_first_run_is_one_of_the_functions(
     calls.answer(["a"], ["b"])
     calls.runs.both("first", RunFilters())
     calls.answer(side_effect=RunError("run 1 failed on target[0]"))
-    with pytest.raises(RunError, match="run 1 failed"):
+    with pytest.raises(RunError, match=exactly("run 1 failed on target[0]")):
         calls.runs.both("second", RunFilters())
     assert calls.runs.raised is None
 
@@ -451,7 +467,13 @@ def test_an_edit_between_orders_and_steps_ends_the_verdict(monkeypatch: pytest.M
     with pytest.raises(VerdictAbandoned):
         steps.runs.baseline_changed()
     steps.found = [None]
-    with pytest.raises(SessionError, match=r"baseline\[0\] did not run against itself \(whether the baseline is"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "verdict: baseline[0] did not run against itself (whether the baseline is unchanged); its log "
+            "has the reason"
+        ),
+    ):
         steps.runs.baseline_changed()
     steps.jobs.after.return_value = None
     with pytest.raises(VerdictAbandoned):
@@ -494,6 +516,22 @@ def test_a_newer_pair_stands_in_only_where_steps_repeat(monkeypatch: pytest.Monk
         with pytest.raises(SessionError):
             runs.pair("x", 0, 0, {})
         assert runs.session.tensors.call_count in (1, 3)
+
+
+def test_what_functions_return_is_compared_with_the_requests_in_their_order(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(verdict_runs, "extents_by_request", lambda frame: (len(frame), 8))
+    monkeypatch.setattr(verdict_runs, "compare_returned", lambda *given, **more: compared.append((given, more)))
+    calls.answer([1.0], [2.0])
+    calls.runs.both("first", RunFilters(compare="True"))
+    assert compared == [(([1.0], [2.0], PLAN.pairs), {"by_request": (1, 8)})]
+
+
+def test_steps_of_functions_are_searched_for_a_shift(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict_runs, "find_misaligned_steps", lambda compared: ("shifted", len(compared)))
+    assert calls.runs.misaligned_steps(rows(X)) == ("shifted", 1)
 
 
 def test_a_search_for_a_shift_takes_enough_steps_whatever_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:

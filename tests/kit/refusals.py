@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ def refusal(call: Callable[[], Any]) -> str:
     with pytest.raises(REFUSALS) as refused:
         call()
     return str(refused.value)
+
+
+def exactly(text: str) -> str:
+    """The ``match`` of an error that says this and nothing else."""
+    return rf"^{re.escape(text)}\Z"
 
 
 def ids(refused: list[tuple[Callable[[], Any], str]]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.base.world import Place
 from graftlab.errors import LayoutError
@@ -56,12 +57,14 @@ def test_sizes_by_name_are_outermost_first_and_repeat_for_data_parallel_groups(m
     assert mesh_on(("tp", "cp"), 0, 4) is None
     give_mesh({"tp": 4})
     assert mesh_on(("cp",), 0, 4) == Mesh()
-    with pytest.raises(LayoutError, match="has 4 ranks, and this side 6"):
+    with pytest.raises(LayoutError, match=exactly("the mesh {'tp': 4} has 4 ranks, and this side 6")):
         mesh_on(("tp",), 0, 6)
     for wrong in ("cp", "cp=0", "cp=x", "cp=2 tp=2"):
         with pytest.raises(LayoutError):
             parse_mesh(wrong)
-    with pytest.raises(LayoutError, match="give sizes by name"):
+    with pytest.raises(
+        LayoutError, match=exactly("mesh=4: give sizes by name, as in {'cp': 2, 'tp': 4}, or a DeviceMesh with names")
+    ):
         give_mesh(4)
 
 
@@ -186,7 +189,15 @@ def test_a_layout_finds_its_mesh_and_names_what_is_unknown(monkeypatch: pytest.M
     assert unknown is not None
     assert "as in GRAFTLAB_MESH=cp=4,tp=1 or gl.attach(mesh=...)" in (unknown.unknown or "")
     assert (unknown.names, unknown.layout.steps) == (text, ())
-    with pytest.raises(LayoutError, match="it is unknown how 4 ranks are split"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "shard(dim=0, mesh='cp') | shard(dim=1, mesh='tp'): it is unknown how 4 ranks are split over "
+            "['cp', 'tp']; give the sizes, outermost first, as in GRAFTLAB_MESH=cp=4,tp=1 or "
+            "gl.attach(mesh=...), or at the tap layout=graftlab.layouts.parse_layout(text, mesh={'cp': 4, "
+            "'tp': 1})"
+        ),
+    ):
         rank_layout(torch.ones(1), "shard(dim=0, mesh='cp') | shard(dim=1, mesh='tp')", 4, 1)
     megatron(monkeypatch)
     known = rank_layout(torch.ones(1), text, 4, 1)

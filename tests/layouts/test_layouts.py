@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit.examples import examples
+from kit.refusals import exactly
 from torch import Tensor
 
 from graftlab.errors import LayoutError
@@ -209,7 +210,9 @@ def test_elements_outside_the_parts_are_the_receivers_own() -> None:
     assert torch.equal(relaid.value, torch.cat((own[:2], fused[2:4], own[4:])))
     assert relaid.known is not None
     assert relaid.known[:, 0].tolist() == [False, False, True, True, False, False]
-    with pytest.raises(LayoutError, match="the other 2 parts"):
+    with pytest.raises(
+        LayoutError, match=exactly("the parts lack elements that same needs: the other 2 parts along dim 0")
+    ):
         relayout([(k, [fused[2:4]])], Layout())
 
 
@@ -224,7 +227,7 @@ def test_parts_that_overlap_are_compared() -> None:
     ranks = Layout((Replicate("tp"), Window(0, 2, 4))).on(2)
     joined = join_parts([(one, [whole[:4]]), (ranks, [whole[2:], whole[2:] + 1])], shape=(6,))
     assert len(joined.disagreements) == 1
-    with pytest.raises(LayoutError, match=r"makes a whole of shape \[6\], but the previous part one of \[4\]"):
+    with pytest.raises(LayoutError, match=exactly("same makes a whole of shape [6], but the previous part one of [4]")):
         join_parts([(Layout(), [whole[:4]]), (Layout(), [whole])])
 
 
@@ -336,7 +339,9 @@ def test_one_of_the_data_parallel_ranks_holds_it_all() -> None:
     whole, empty = tensor((4, 2)), torch.empty(0, 2)
     assert torch.equal(layout.join([empty, whole, empty]).whole, whole)
     assert relayout([(Layout(), [whole])], layout, 0, own=empty).value is empty
-    with pytest.raises(LayoutError, match=r"places \[0, 1\] all have elements"):
+    with pytest.raises(
+        LayoutError, match=exactly("one_of(mesh='dp'): places [0, 1] all have elements, but only one rank may")
+    ):
         layout.join([whole, whole, empty])
 
 
@@ -353,7 +358,9 @@ def test_ranks_with_one_value_are_added_averaged_or_their_extremes_taken() -> No
         assert layout.local(whole, 1).tolist() == ([0, 0] if op == "sum" else values)
         assert layout.local(whole, 0).tolist() == values
     assert parts[0].tolist() == [1, -4]
-    with pytest.raises(LayoutError, match=r"the partial results have different shapes, \[\[2\], \[3\]\]"):
+    with pytest.raises(
+        LayoutError, match=exactly("partial(mesh='tp'): the partial results have different shapes, [[2], [3]]")
+    ):
         Layout((Partial("tp"),)).on(2).join([torch.zeros(2), torch.zeros(3)])
 
 
@@ -375,9 +382,18 @@ def test_a_strided_view_is_of_the_whole_even_of_a_view_and_is_put_back_in_its_pl
     assert layout.leaves_out
     # Elements count in the order of the dimensions, not of the memory.
     assert layout.local(torch.arange(8.0).reshape(2, 4).T).tolist() == [[4, 5], [6, 7]]
-    with pytest.raises(LayoutError, match=r"reaches beyond the 7 elements of \[7\]"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("strided(shape=[2, 2], sizes=[4], strides=[2], offset=1) reaches beyond the 7 elements of [7]"),
+    ):
         layout.local(torch.arange(7.0))
-    with pytest.raises(LayoutError, match="does not determine the whole tensor's shape; give it"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "strided(shape=[2, 2], sizes=[4], strides=[2], offset=1) does not determine the whole tensor's "
+            "shape; give it"
+        ),
+    ):
         layout.join([torch.zeros(2, 2)])
 
 
@@ -395,7 +411,9 @@ def test_padding_is_filled_and_left_out_again() -> None:
     assert layout.local(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1, 2, 3, -1, -1]
     assert layout.join([torch.tensor([1.0, 2.0, 3.0, 7.0, 8.0])]).whole.tolist() == [1, 2, 3]
     assert layout.caveats == ("a graft fills elements 3..4 of dim 0, which are padding, with -1",)
-    with pytest.raises(LayoutError, match=r"dimension 0 of \[4\] is not of size 5"):
+    with pytest.raises(
+        LayoutError, match=exactly("pad(dim=0, size=3, to=5, fill=-1.0): dimension 0 of [4] is not of size 5")
+    ):
         layout.join([torch.zeros(4)])
     assert parse_layout("pad(dim=0, size=3, to=3)").caveats == ()
 
@@ -411,15 +429,30 @@ def test_only_a_tensor_far_larger_than_the_one_that_it_is_made_from_is_refused(m
 
 def test_lengths_that_are_not_the_tensors_are_refused() -> None:
     packed = parse_layout("shard(dim=0, mesh='cp', packed=True)", mesh=2)
-    with pytest.raises(LayoutError, match=r"lengths \[2, 4\] add up to 6, not to 8"):
+    with pytest.raises(
+        LayoutError, match=exactly("shard(dim=0, mesh='cp', packed=True): lengths [2, 4] add up to 6, not to 8")
+    ):
         packed.local(torch.zeros(8), lengths=[2, 4])
-    with pytest.raises(LayoutError, match="a sequence of 3 tokens does not divide by 2 ranks"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("shard(dim=0, mesh='cp', packed=True): a sequence of 3 tokens does not divide by 2 ranks"),
+    ):
         packed.local(torch.zeros(8), lengths=[5, 3][::-1])
-    with pytest.raises(LayoutError, match=r"lengths \[1, 1\] add up to 2, not to \[3\]'s rows"):
+    with pytest.raises(LayoutError, match=exactly("unpack(): lengths [1, 1] add up to 2, not to [3]'s rows")):
         parse_layout("unpack()").local(torch.zeros(3), lengths=[1, 1])
-    with pytest.raises(LayoutError, match=r"pack\(\): 2 sequences of up to 5 tokens need a tensor .* not \[2, 4\]"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "pack(): 2 sequences of up to 5 tokens need a tensor [batch, tokens, ...] of at least that size, not [2, 4]"
+        ),
+    ):
         parse_layout("pack()").local(torch.zeros(2, 4), lengths=[5, 3])
-    with pytest.raises(LayoutError, match=r"pack\(\): 0 sequences of up to 0 tokens need a tensor"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "pack(): 0 sequences of up to 0 tokens need a tensor [batch, tokens, ...] of at least that size, not [2, 4]"
+        ),
+    ):
         parse_layout("pack()").local(torch.zeros(2, 4), lengths=[])
     with pytest.raises(LayoutError, match=r"unpack\(to=2\): the longest sequence has 3 tokens"):
         parse_layout("unpack(to=2)").local(torch.zeros(4), lengths=[3, 1])
@@ -428,23 +461,26 @@ def test_lengths_that_are_not_the_tensors_are_refused() -> None:
 def test_a_window_is_put_back_only_into_a_whole_of_known_shape() -> None:
     layout = parse_layout("window(dim=0, start=-1, length=1)")
     assert layout.join([torch.tensor([5.0])], (3,)).whole.tolist() == [0, 0, 5]
-    with pytest.raises(LayoutError, match="does not determine the whole tensor's shape; give it"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("window(dim=0, start=-1, length=1) does not determine the whole tensor's shape; give it"),
+    ):
         layout.join([torch.tensor([5.0])])
-    with pytest.raises(LayoutError, match=r"of \[3\] is \[1\], not \[2\]"):
+    with pytest.raises(LayoutError, match=exactly("window(dim=0, start=-1, length=1) of [3] is [1], not [2]")):
         layout.join([torch.zeros(2)], (3,))
 
 
 def test_a_mesh_has_each_dimension_and_each_rank_once() -> None:
-    with pytest.raises(LayoutError, match="a mesh has each dimension only once"):
+    with pytest.raises(LayoutError, match=exactly("a mesh has each dimension only once, not ['tp', 'tp']")):
         Mesh((("tp", 2), ("tp", 2)))
     for ranks in ((0, 0), (0, 1, 2), (0,)):
         with pytest.raises(LayoutError, match="has 2 different ranks, not"):
             Mesh((("tp", 2),), ranks)
-    with pytest.raises(LayoutError, match="must have a size of at least 1, not 0"):
+    with pytest.raises(LayoutError, match=exactly("mesh dimension 'tp' must have a size of at least 1, not 0")):
         Mesh((("tp", 0),))
-    with pytest.raises(LayoutError, match="no part was given"):
+    with pytest.raises(LayoutError, match=exactly("no part was given, so there is nothing to join")):
         join_parts([])
-    with pytest.raises(LayoutError, match=r"gives a whole of shape \[2\], not \[3\]"):
+    with pytest.raises(LayoutError, match=exactly("same gives a whole of shape [2], not [3]")):
         Layout().join([torch.zeros(2)], (3,))
 
 
@@ -453,7 +489,7 @@ def test_the_ranks_of_a_mesh_may_stand_in_any_order() -> None:
     whole = torch.arange(4)
     assert layout.local(whole, 5).tolist() == [0, 1]
     assert layout.local(whole, 3).tolist() == [2, 3]
-    with pytest.raises(LayoutError, match="rank 0 is not in the mesh"):
+    with pytest.raises(LayoutError, match=exactly("rank 0 is not in the mesh of {'tp': 2}, whose ranks are (5, 3)")):
         layout.local(whole, 0)
 
 
@@ -486,21 +522,48 @@ def test_a_tensor_that_does_not_have_the_layout_is_refused(text: str, shape: tup
 
 def test_joining_reports_what_does_not_fit() -> None:
     shard = Layout((Shard(0, "tp"),)).on(2)
-    with pytest.raises(LayoutError, match=r"is on 2 ranks .* not 3 tensors"):
+    with pytest.raises(LayoutError, match=exactly("shard(dim=0, mesh='tp') is on 2 ranks {'tp': 2}, not 3 tensors")):
         shard.join([torch.zeros(2)] * 3)
-    with pytest.raises(LayoutError, match=r"gives place 0 of 2 3 of them, not shape \[2\]"):
+    with pytest.raises(
+        LayoutError, match=exactly("shard(dim=0, mesh='tp') of 5 elements gives place 0 of 2 3 of them, not shape [2]")
+    ):
         shard.join([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(LayoutError, match=r"\[\[2, 3\], \[2, 4\]\] are not shards: they differ outside dimension 0"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("shard(dim=0, mesh='tp'): [[2, 3], [2, 4]] are not shards: they differ outside dimension 0"),
+    ):
         shard.join([torch.zeros(2, 3), torch.zeros(2, 4)])
-    with pytest.raises(LayoutError, match=r"are not shards of a whole of shape \[4\]"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "shard(dim=0, mesh='tp'): [[2, 3], [2, 3]] are not shards of a whole of shape [4]: they differ "
+            "outside dimension 0"
+        ),
+    ):
         shard.join([torch.zeros(2, 3)] * 2, shape=(4,))
-    with pytest.raises(LayoutError, match="give the whole tensor's shape"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "the amount of padding in shard(dim=0, mesh='tp', padded=True) is unknown; give the whole tensor's shape"
+        ),
+    ):
         Layout((Shard(0, "tp", padded=True),)).on(2).join([torch.zeros(2)] * 2)
-    with pytest.raises(LayoutError, match=r"rank 0 would have shape \[4\], but it has \[3\]"):
+    with pytest.raises(
+        LayoutError, match=exactly("from shard(dim=0, mesh='tp') to same: rank 0 would have shape [4], but it has [3]")
+    ):
         relayout([(shard, [torch.zeros(2)] * 2)], Layout(), own=torch.zeros(3))
-    with pytest.raises(LayoutError, match="two steps use mesh dimension"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("shard(dim=0, mesh='tp') | shard(dim=1, mesh='tp'): two steps use mesh dimension 'tp'"),
+    ):
         Layout((Shard(0, "tp"), Shard(1, "tp")))
-    with pytest.raises(LayoutError, match="it is unknown how 2 ranks are split"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "it is unknown how 2 ranks are split over ['tp', 'cp']; give the size of each, for example "
+            "mesh={'tp': 2, 'cp': 1}"
+        ),
+    ):
         Layout((Shard(0, "tp"), Shard(1, "cp"))).on(2)
 
 
@@ -528,7 +591,13 @@ def test_gathered_rows_are_put_back_and_rows_of_one_side_stay_its_own() -> None:
     assert relaid.known is not None
     assert relaid.value[:, 0].tolist() == [9, 11, 13, -5, 1, 3]
     assert relaid.known[:, 0].tolist() == [True, True, True, False, True, True]
-    with pytest.raises(LayoutError, match=r"found in a batch of 2 x 4 rows, and this tensor is .*: match again"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "the rows of this pair were found in a batch of 2 x 4 rows, and this tensor is [2, 3, 2]: "
+            "match again for this batch"
+        ),
+    ):
         layout.local(whole[:, :3])
 
 
@@ -550,19 +619,43 @@ def test_rows_of_taps_state_what_they_leave_out_and_may_be_flat() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("gather(of=[4], runs=[[2, 3]], into=[3])", "the run .* is not within 4 rows"),
-        ("gather(of=[4], runs=[[0, 3]], into=[4])", "the runs do not add up to the 4 rows"),
-        ("gather(of=[4], runs=[[0, 0]], into=[1])", "a run is a first row and a number of rows"),
+        (
+            "gather(of=[4], runs=[[2, 3]], into=[3])",
+            (
+                "gather: the run [2, 3] is not within 4 rows (at position 0)\n    gather(of=[4], runs=[[2, "
+                "3]], into=[3])\n    ^"
+            ),
+        ),
+        (
+            "gather(of=[4], runs=[[0, 3]], into=[4])",
+            (
+                "gather: the runs do not add up to the 4 rows of [4] (at position 0)\n    gather(of=[4], "
+                "runs=[[0, 3]], into=[4])\n    ^"
+            ),
+        ),
+        (
+            "gather(of=[4], runs=[[0, 0]], into=[1])",
+            (
+                "gather: a run is a first row and a number of rows, not [0, 0] (at position 0)\n    "
+                "gather(of=[4], runs=[[0, 0]], into=[1])\n    ^"
+            ),
+        ),
     ],
 )
 def test_a_gather_that_fits_no_batch_is_refused(text: str, why: str) -> None:
-    with pytest.raises(LayoutError, match=why):
+    with pytest.raises(LayoutError, match=exactly(why)):
         parse_layout(text)
 
 
 def test_ranks_that_do_not_divide_into_each_blocks_replicas_are_refused() -> None:
     layout = Layout((Shard(0, "tp", blocks=(4, 1, 1), replicas=(1, 2, 2)),)).on(3)
-    with pytest.raises(LayoutError, match=r"3 ranks do not divide into \[1, 2, 2\] replicas"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly(
+            "shard(dim=0, mesh='tp', replicas=[1, 2, 2], blocks=[4, 1, 1]): 3 ranks do not divide into [1, "
+            "2, 2] replicas"
+        ),
+    ):
         layout.join([tensor((6,))] * 3)
 
 

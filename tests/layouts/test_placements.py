@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.groups import run_ranks
+from kit.refusals import exactly
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -161,5 +162,8 @@ def test_how_the_ranks_values_become_one_is_the_placements() -> None:
 
 def test_a_plain_tensor_has_no_placements_and_an_unknown_placement_is_not_guessed() -> None:
     assert layout_of_dtensor(torch.zeros(2)) is None
-    with pytest.raises(LayoutError, match="does not know"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("Diagonal() (of ()) is a placement that graftlab does not know; declare layout=... at the tap"),
+    ):
         _step("Diagonal()", "tp", ())

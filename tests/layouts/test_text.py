@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.refusals import exactly
 
 from graftlab.errors import LayoutError
 from graftlab.layouts import (
@@ -301,11 +302,20 @@ def test_tokens_are_batch_and_sequence_row_by_row() -> None:
 
 
 def test_annotations_with_different_names_are_not_of_one_tensor() -> None:
-    with pytest.raises(LayoutError, match="only the target has 'd'") as caught:
+    with pytest.raises(
+        LayoutError,
+        match=exactly("only the target has 'd', so they are not one tensor (at position 6)\n    b s h d\n          ^"),
+    ) as caught:
         layouts_of_pair("b s h", "b s h d")
     assert caught.value.position == 6
-    with pytest.raises(LayoutError, match="only the baseline has 'd'"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("only the baseline has 'd', so they are not one tensor (at position 4)\n    b x d\n        ^"),
+    ):
         layouts_of_pair("b x d", "b")
     # A batch and a sequence beside the same batch's tokens are two tensors.
-    with pytest.raises(LayoutError, match="only the baseline has 's'"):
+    with pytest.raises(
+        LayoutError,
+        match=exactly("only the baseline has 's', so they are not one tensor (at position 2)\n    b s\n      ^"),
+    ):
         layouts_of_pair("b s", "b h")

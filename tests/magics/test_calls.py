@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from IPython.core.completer import CompletionContext
 from IPython.core.error import UsageError
+from kit.refusals import exactly
 from matplotlib import pyplot
 
 from graftlab.base.world import Place
@@ -346,11 +347,15 @@ def test_without_arguments_the_plan_is_shown(notebook: Notebook) -> None:
 def test_without_an_open_session_the_way_to_one_and_to_the_rows_is_named(notebook: Notebook) -> None:
     notebook.session.closed = True
     with pytest.raises(
-        UsageError, match=r"`%graft up -b 1 -t 2` starts one\. The rows of the closed session .*/run/fo"
+        UsageError,
+        match=exactly(
+            "%graft: no session is open; `%graft up -b 1 -t 2` starts one. The rows of the closed "
+            "session are in session.frame and in /run/folder"
+        ),
     ):
         notebook.run("status")
     notebook.magics.session = None
-    with pytest.raises(UsageError, match=r"starts one$"):
+    with pytest.raises(UsageError, match=exactly("%graft: no session is open; `%graft up -b 1 -t 2` starts one")):
         notebook.run("status")
 
 
@@ -457,7 +462,12 @@ def test_a_session_with_an_ended_rank_is_replaced_and_the_rank_named(
 
 def test_a_session_of_jobs_is_not_taken_for_one_with_ranks(notebook: Notebook, launched: list[Any]) -> None:
     notebook.session.ranks[0].takes_work = False
-    with pytest.raises(UsageError, match="is a session of jobs"):
+    with pytest.raises(
+        UsageError,
+        match=exactly(
+            "%graft up: the open session is a session of jobs; `%graft down` closes it, and its jobs keep running"
+        ),
+    ):
         notebook.run("up -t 2")
 
 
@@ -529,9 +539,21 @@ def test_a_cell_may_be_a_transform_for_all_or_for_some_taps(notebook: Notebook) 
 
 
 def test_a_cell_for_an_unknown_place_is_refused_with_the_places(notebook: Notebook) -> None:
-    with pytest.raises(UsageError, match=r"use one of baseline, target, both, transform, baseline\[0\], target\[0\]"):
+    with pytest.raises(
+        UsageError,
+        match=exactly(
+            "%%graft: 'target[2]' is not a place to run a cell; use one of baseline, target, both, "
+            "transform, baseline[0], target[0], target[1]"
+        ),
+    ):
         notebook.run("target[2]", "x")
-    with pytest.raises(UsageError, match="write `%graft run`, with one %, for a line"):
+    with pytest.raises(
+        UsageError,
+        match=exactly(
+            "%%graft: 'run f(x)' is not a place to run a cell; use one of baseline, target, both, "
+            "transform, baseline[0], target[0], target[1]; write `%graft run`, with one %, for a line"
+        ),
+    ):
         notebook.run("run f(x)", "x")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from IPython.core.error import UsageError
+from kit.refusals import exactly
 
 from graftlab.control.session_plots import SessionPlots
 from graftlab.magics import command_line
@@ -208,7 +209,15 @@ def test_a_line_may_end_with_a_comment() -> None:
 
 
 def test_no_line_exits_the_process() -> None:
-    with pytest.raises(UsageError, match="usage: %graft up"):
+    with pytest.raises(
+        UsageError,
+        match=exactly(
+            "%graft up: unrecognized arguments: --no-such-option\nusage: %graft up [-h] [-b N] [-t N] "
+            "[--device DEVICE] [--backend BACKEND]\n                 [--timeout SECONDS] [--start-method "
+            "{forkserver,spawn}]\n                 [-o NAME] [--keep-rows N] [--on "
+            "ray:ADDRESS]\n                 [--gpus-per-rank N] [--replace]\nsee `%graft up -h`"
+        ),
+    ):
         command_line.parse("up --no-such-option")
     with pytest.raises(HelpRequest, match="usage: %graft up"):
         command_line.parse("up -h")
@@ -272,7 +281,10 @@ def test_a_kind_of_plot_refuses_arguments_that_it_does_not_take(kind: str, argum
 
 
 def test_a_noise_floor_for_one_tap_is_refused() -> None:
-    with pytest.raises(UsageError, match="--noise-floor goes with the kinds divergence, over_steps, not with history"):
+    with pytest.raises(
+        UsageError,
+        match=exactly("%graft plot: --noise-floor goes with the kinds divergence, over_steps, not with history"),
+    ):
         command_line.parse("plot hidden --noise-floor 1e-5")
 
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
 from kit.groups import run_ranks
+from kit.refusals import exactly
 from kit.support import SMALL_MODEL
 
 from graftlab.models import (
@@ -290,33 +291,59 @@ def test_one_far_position_turns_the_whole_batch_to_the_long_factor():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be an int of at least 1, got 0"),
-        ({"num_layers": 2.0}, "num_layers must be an int"),
-        ({"num_kv_heads": True}, "num_kv_heads must be an int"),
-        ({"sliding_window": 0}, "sliding_window must be an int of at least 1 or None"),
-        ({"long_after": 0}, "long_after must be an int of at least 1 or None"),
-        ({"long_factor": 0.0}, "long_factor must be a finite number above 0"),
-        ({"rope_base": 0.0}, "rope_base must be a finite number above 0"),
-        ({"norm_eps": math.nan}, "norm_eps must be a finite number above 0"),
-        ({"hidden_size": 30}, "hidden_size=30 over num_heads=4 leaves no even head_dim"),
-        ({"hidden_size": 36}, "multiple of 2 \\* num_heads"),
-        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"vocab_size": 0}, "ModelConfig: vocab_size must be an int of at least 1, got 0"),
+        ({"num_layers": 2.0}, "ModelConfig: num_layers must be an int of at least 1, got 2.0"),
+        ({"num_kv_heads": True}, "ModelConfig: num_kv_heads must be an int of at least 1, got True"),
+        (
+            {"sliding_window": 0},
+            ("ModelConfig: sliding_window must be an int of at least 1 or None for no window, got 0"),
+        ),
+        (
+            {"long_after": 0},
+            ("ModelConfig: long_after must be an int of at least 1 or None for one factor at any length, got 0"),
+        ),
+        ({"long_factor": 0.0}, "ModelConfig: long_factor must be a finite number above 0, got 0.0"),
+        ({"rope_base": 0.0}, "ModelConfig: rope_base must be a finite number above 0, got 0.0"),
+        ({"norm_eps": math.nan}, "ModelConfig: norm_eps must be a finite number above 0, got nan"),
+        (
+            {"hidden_size": 30},
+            (
+                "ModelConfig: hidden_size=30 over num_heads=4 leaves no even head_dim, which rotary "
+                "positions need; make hidden_size a multiple of 2 * num_heads"
+            ),
+        ),
+        (
+            {"hidden_size": 36},
+            (
+                "ModelConfig: hidden_size=36 over num_heads=4 leaves no even head_dim, which rotary "
+                "positions need; make hidden_size a multiple of 2 * num_heads"
+            ),
+        ),
+        (
+            {"num_kv_heads": 3},
+            (
+                "ModelConfig: num_heads=4 must be a multiple of num_kv_heads=3, so that the query heads "
+                "share them evenly"
+            ),
+        ),
     ],
 )
 def test_an_impossible_config_is_refused_by_field(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=exactly(message)):
         dataclasses.replace(CONFIG, **change)
 
 
 def test_inputs_of_a_wrong_shape_are_refused():
     model = Transformer(CONFIG)
-    with pytest.raises(ValueError, match=r"\[batch, tokens\], got shape \[9\]"):
+    with pytest.raises(ValueError, match=exactly("input_ids must be [batch, tokens], got shape [9]")):
         model(token_ids()[0])
-    with pytest.raises(ValueError, match="65 tokens a row, more than max_positions=64"):
+    with pytest.raises(ValueError, match=exactly("input_ids has 65 tokens a row, more than max_positions=64")):
         model(token_ids(tokens=65))
-    with pytest.raises(ValueError, match=r"input_ids' shape \[2, 9\], got \[9\]"):
+    with pytest.raises(ValueError, match=exactly("positions must have input_ids' shape [2, 9], got [9]")):
         model(token_ids(), torch.arange(9))
-    with pytest.raises(ValueError, match=r"shape \[2, 9, 2, 8\] in layer 0; it must be q's, \[2, 9, 4, 8\]"):
+    with pytest.raises(
+        ValueError, match=exactly("attend returned shape [2, 9, 2, 8] in layer 0; it must be q's, [2, 9, 4, 8]")
+    ):
         model(token_ids(), attend=lambda layer, q, k, v: v)
 
 
@@ -421,12 +448,22 @@ def test_the_split_model_has_the_gradients_of_the_whole(split):
 @pytest.mark.parametrize(
     ("ranks", "change", "message"),
     [
-        (3, {}, "num_heads=4 cannot be split over 3"),
-        (4, {"intermediate_size": 50}, "intermediate_size=50 cannot be split over 4"),
+        (3, {}, ("num_heads=4 cannot be split over 3 tensor-parallel ranks; use a number of ranks that divides it")),
+        (
+            4,
+            {"intermediate_size": 50},
+            (
+                "intermediate_size=50 cannot be split over 4 tensor-parallel ranks; use a number of ranks "
+                "that divides it"
+            ),
+        ),
         (
             4,
             {"num_heads": 12, "num_kv_heads": 6, "hidden_size": 48},
-            "num_kv_heads=6 can neither be split nor",
+            (
+                "num_kv_heads=6 can neither be split nor replicated over 4 tensor-parallel ranks; use a "
+                "number of ranks that divides it or is a multiple of it"
+            ),
         ),
     ],
 )
@@ -439,13 +476,18 @@ def test_a_split_that_is_not_even_is_refused(ranks, change, message):
             get_rank=lambda group: 0,
             get_world_size=lambda group: ranks,
         ),
-        pytest.raises(ValueError, match=message),
+        pytest.raises(ValueError, match=exactly(message)),
     ):
         TensorParallelTransformer(config)
 
 
 def test_without_a_process_group_the_error_says_what_to_call():
-    with pytest.raises(RuntimeError, match=r"init_process_group first"):
+    with pytest.raises(
+        RuntimeError,
+        match=exactly(
+            "TensorParallelTransformer needs a process group; call torch.distributed.init_process_group first"
+        ),
+    ):
         TensorParallelTransformer(CONFIG)
 
 

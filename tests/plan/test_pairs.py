@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.refusals import exactly
 
 from graftlab.errors import PlanError
 from graftlab.plan.pairs import Pairing, PairRule, outputs_move_rows
@@ -208,7 +209,14 @@ def test_pairs_go_before_rename_and_the_rest_is_renamed() -> None:
 def test_filter_on_an_unknown_name_is_refused_with_a_correction() -> None:
     rename = {"target": {r"^new\.": "old."}}
     assert GraftPlan(b2t="baseline_name == 'old.x'", rename=rename).b2t
-    with pytest.raises(PlanError, match="compare uses target_name, which the baseline's ranks cannot know"):
+    with pytest.raises(
+        PlanError,
+        match=exactly(
+            "compare uses target_name, which the baseline's ranks cannot know because rename rewrites the "
+            "target's names. Use name, which is the name after the rename, or write pairs=[...] instead of "
+            "the rename"
+        ),
+    ):
         GraftPlan(compare="target_name == 'new.x'", rename=rename)
     assert GraftPlan(b2t="target_name == 'new.x'", pairs=[("old.x", "new.x")]).b2t
 

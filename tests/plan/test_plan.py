@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.refusals import exactly
 
 from graftlab.errors import FilterError, GraftError, GraftWarning, PlanError, ShippingError, TransformError
 from graftlab.plan.plan import Action, GraftPlan
@@ -288,7 +289,9 @@ def test_a_rename_that_cannot_work_is_refused_when_the_plan_is_made(rename: Any)
 
 def test_renames_are_taken_as_a_tuple_too_and_its_shape_is_checked() -> None:
     assert GraftPlan(rename=(("target", "a", "b"),)).rewrite("target", "aa") == "bb"
-    with pytest.raises(PlanError, match="rename"):
+    with pytest.raises(
+        PlanError, match=exactly("a rename rule is (side, regex, replacement), three strings, not ('target', 'a')")
+    ):
         GraftPlan(rename=(("target", "a"),))  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
 from kit.limits import limited
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import FilterError, MessageError, PlanError, TagError, TransformError
@@ -155,7 +156,12 @@ def test_help_shows_the_possible_changes_of_an_edit(edit: Any) -> None:
 
 
 def test_unknown_keyword_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"'b2'.*b2t, t2b, compare, keep, transform, rename"):
+    with pytest.raises(
+        TypeError,
+        match=exactly(
+            "edit() got unexpected keywords ['b2']; a plan has b2t, t2b, compare, keep, transform, rename, pairs"
+        ),
+    ):
         GraftPlan().edit(b2="True")  # type: ignore[call-arg]
 
 

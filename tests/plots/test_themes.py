@@ -26,7 +26,8 @@ NUMBERS = range(5)
 
 def figure_of(number: int) -> Figure:
     rows = to_frame([row("a"), row("b", 2, rel_l2=1e-3), row("c", 3, rel_l2=0.0, nonfinite_differ=2)])
-    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    x = torch.arange(48.0).view(6, 8)
+    y = x.square() / 32
     make: Callable[[], Figure] = [
         lambda: gl.plots.divergence(rows, noise_floor=1e-5),
         lambda: gl.plots.over_steps(rows),
@@ -130,11 +131,35 @@ def test_the_html_has_a_picture_for_each_theme_and_a_description() -> None:
     assert "&lt;b&gt;" in to_html(gl.plots.histogram(torch.ones(2), torch.ones(2), title='<b>"x"'))
 
 
+WORDS = (
+    "x: tap, in execution order. y: rel_l2 = ‖x-y‖ / ‖baseline‖ (ratio). first divergent: b (rel_l2 0.001). "
+    "legend: compared, exact (hollow), non-finite differs, noise floor 1e-05",
+    "first divergent: b in step 0 (the floor 1e-05, assumed for float32). x: step. y: tap, in execution order. "
+    "legend: not finite, 0 (exact), first above the floor. colour: rel_l2 (ratio)",
+    "b worst: target rank 0, step 0, rel_l2 0.001. x: receiving rank (← ranks that sent to it). y: step. "
+    "colour: rel_l2 (ratio)",
+    "[6, 8] float32 worst: 22 at [5, 7] (baseline 47, target 69.03). x: dim 1 (element index). "
+    "y: dim 0 (element index). legend: worst element, 0 (exact). colour: |baseline - target| (tensor's units). "
+    "x: dim 0: largest by index. x: dim 1: largest by index",
+    "values. x: value (tensor's units). y: elements (count). legend: baseline, target. "
+    "46 of 48 elements differ mean -0.245, std 8.42. x: |target - baseline| (tensor's units). y: elements (count). "
+    "legend: target larger, target smaller, equal",
+)
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_figure_can_be_described_in_words(number: int) -> None:
-    said = themes.in_words(figure_of(number))
-    assert "x: " in said
-    assert "y: " in said
+    assert themes.in_words(figure_of(number)) == WORDS[number]
+
+
+def test_a_box_behind_a_text_is_as_dark_as_the_page() -> None:
+    figure = Figure()
+    text = figure.text(0.5, 0.5, "note", bbox={"facecolor": "black"})
+    box = text.get_bbox_patch()
+    assert box is not None
+    with themes.on_dark(figure):
+        assert box.get_facecolor() == to_rgba(themes._INK)
+    assert box.get_facecolor() == to_rgba("black")
 
 
 def test_characters_missing_from_the_font_cause_one_warning() -> None:

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 from kit.deadline import DEADLINE
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.base.world import RunInfo
@@ -128,7 +129,9 @@ def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
     waiting.start()
     try:
         assert begun.wait(DEADLINE)
-        with pytest.raises(gl.SessionError, match="still running"):
+        with pytest.raises(
+            gl.SessionError, match=exactly("the previous command is still running here; session.restart() ends it")
+        ):
             last.ask("p factor")
     finally:
         go.set()
@@ -146,5 +149,7 @@ def test_a_run_that_succeeds_leaves_no_failure_of_the_one_before() -> None:
     rank._run(request)
     assert rank._last_failure.ask("").startswith("ValueError: planted")
     rank._run(request)
-    with pytest.raises(gl.SessionError, match="nothing failed on this rank in the newest run"):
+    with pytest.raises(
+        gl.SessionError, match=exactly("no failure is kept: nothing failed on this rank in the newest run")
+    ):
         rank._last_failure.ask("")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kit.grafters import become_rank
+from kit.refusals import exactly
 from torch import nn
 
 import graftlab as gl
@@ -113,7 +114,13 @@ def test_a_function_that_taps_by_itself_is_held_as_it_is() -> None:
 
 
 def test_what_cannot_be_called_is_refused_with_its_class() -> None:
-    with pytest.raises(SessionError, match="returned Tensor, which cannot be called"):
+    with pytest.raises(
+        SessionError,
+        match=exactly(
+            "compare: the function that loads a model returned Tensor, which cannot be called; return a "
+            "torch.nn.Module or a function of the inputs, or take the inputs as arguments"
+        ),
+    ):
         held(lambda: X)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.grafters import StandInGrafter, become_rank
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import RequestError
@@ -133,5 +134,7 @@ def test_batches_outside_a_run_have_no_step(grafter: StandInGrafter, monkeypatch
 def test_a_function_of_batches_may_be_an_expression_and_must_be_callable() -> None:
     (found,) = feed_batches("twice", [("a", [1, 2])])
     assert found.outputs == [2, 4]
-    with pytest.raises(RequestError, match="cannot be called; give a function of a list of requests"):
+    with pytest.raises(
+        RequestError, match=exactly("replay: 3 cannot be called; give a function of a list of requests")
+    ):
         feed_batches("3", [("a", [1])])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.recordings import condensing
@@ -43,7 +44,11 @@ def test_the_smallest_are_kept_whole_and_the_others_are_sketches_within_the_limi
 
 def test_taps_that_do_not_fit_even_as_sketches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        gl.RecordingError, match=r"of 4 taps does not fit into 1,000 bytes.*raise --graftlab-record-limit"
+        gl.RecordingError,
+        match=exactly(
+            "a recording of 4 taps does not fit into 1,000 bytes, even with sketches of 32 sums: "
+            "choose fewer modules with include=, or raise --graftlab-record-limit"
+        ),
     ):
         condense(recorded(tmp_path / "whole"), tmp_path / "small", 1_000)
     assert not (tmp_path / "small").exists()
@@ -75,5 +80,8 @@ def test_a_recording_that_became_larger_than_was_reckoned_is_refused(
     whole = recorded(tmp_path / "whole")
     monkeypatch.setattr(condensing, "_LINE", 0)
     monkeypatch.setattr(condensing, "_LAYOUT", 0)
-    with pytest.raises(gl.RecordingError, match="and may have 8,600; raise --graftlab-record-limit"):
+    with pytest.raises(
+        gl.RecordingError,
+        match=exactly("the recording has 9,798 bytes and may have 8,600; raise --graftlab-record-limit"),
+    ):
         condense(whole, tmp_path / "small", 8_600)

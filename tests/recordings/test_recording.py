@@ -22,6 +22,7 @@ from kit.examples import examples
 from kit.grafters import become_rank
 from kit.limits import limited
 from kit.mailboxes import MIB
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
@@ -138,7 +139,12 @@ def test_what_checkpointing_computes_again_is_recorded_once(tmp_path: Path, monk
 
 def test_a_recording_inside_a_recording_is_refused(tmp_path: Path) -> None:
     with gl.record(tmp_path / "outer"):
-        with pytest.raises(gl.RecordingError, match="already recording"), gl.record(tmp_path / "inner"):
+        with (
+            pytest.raises(
+                gl.RecordingError, match=exactly("this process is already recording; end that recording first")
+            ),
+            gl.record(tmp_path / "inner"),
+        ):
             pass
         gl.tap("x", torch.ones(1))
     assert len(gl.Recording(tmp_path / "outer").frame) == 1
@@ -490,7 +496,10 @@ def test_a_replay_makes_the_steps_and_taps_of_the_recording(tmp_path: Path, monk
         gl.step()
         gl.tap("x", torch.zeros(2), layer=4)
     recording = gl.Recording(tmp_path)
-    with pytest.raises(gl.RecordingError, match="replays its taps on a rank of a session"):
+    with pytest.raises(
+        gl.RecordingError,
+        match=exactly("a recording replays its taps on a rank of a session: session.run(recording, f)"),
+    ):
         recording()
     grafter, shown = become_rank(monkeypatch, "baseline"), list[Any]()
 

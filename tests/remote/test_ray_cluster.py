@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 from IPython.core.error import UsageError
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.magics import command_line
@@ -30,7 +31,9 @@ def test_up_refuses_a_value_that_is_not_a_cluster(options: str) -> None:
 
 
 def test_gpus_of_ranks_are_refused_without_a_cluster() -> None:
-    with pytest.raises(UsageError, match="add --on"):
+    with pytest.raises(
+        UsageError, match=exactly("%graft up --gpus-per-rank: is for ranks on a cluster; add --on, or choose --device")
+    ):
         cluster_of("--gpus-per-rank 1")
 
 
@@ -52,5 +55,10 @@ def test_values_that_no_cluster_can_use_are_refused(given: dict[str, object]) ->
 
 def test_without_ray_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(gl.DependencyError, match=r"pip install 'graftlab\[ray\]'"):
+    with pytest.raises(
+        gl.DependencyError,
+        match=exactly(
+            "ranks on a Ray cluster need ray, which is not installed; `pip install 'graftlab[ray]'` installs it"
+        ),
+    ):
         gl.launch(on=gl.Ray())

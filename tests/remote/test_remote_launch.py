@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kit.mailboxes import DEADLINE
+from kit.refusals import exactly
 
 from graftlab.base.world import Place
 from graftlab.config import Endpoint
@@ -194,7 +195,8 @@ def test_a_rank_that_ends_before_it_joins_ends_the_launch_with_its_log(tmp_path:
     hosts = Hosts([lambda spec: None] * 2)
     hosts.ranks[1].ended = RankEnd(3, b"ImportError: no torch")
     with pytest.raises(
-        LaunchError, match=r"^target\[0\] died while starting \(ended with exit code 3\)\. .*\nImportError: no torch$"
+        LaunchError,
+        match=exactly("target[0] died while starting (ended with exit code 3). Its log ends:\nImportError: no torch"),
     ):
         launch_remote_ranks(LaunchOptions(1, 1, timeout=DEADLINE), tmp_path, GraftPlan(), hosts)
     # The other one does not stay behind.
@@ -210,7 +212,10 @@ def test_a_rank_whose_connection_ends_before_it_is_ready_ends_the_launch(
         joined(spec).channel.close()
 
     hosts = Hosts([leave] * 2)
-    with pytest.raises(LaunchError, match=r"died while starting .* Its log ends:"):
+    with pytest.raises(
+        LaunchError,
+        match=r"died while starting .* Its log ends:",
+    ):
         launch_remote_ranks(LaunchOptions(1, 1, timeout=DEADLINE), tmp_path, GraftPlan(), hosts)
     assert hosts.released == 1
 
@@ -296,7 +301,7 @@ class Line:
 
 def test_a_rank_names_whom_it_waited_for() -> None:
     target = Place("target", 0, 1, 1)
-    with pytest.raises(SessionError, match=r"^target\[0\] waited 0\.01 s for baseline\[0\]$"):
+    with pytest.raises(SessionError, match=exactly("target[0] waited 0.01 s for baseline[0]")):
         _LaunchSetup(spec_of(target, token="0" * 64), Line()).connect()  # type: ignore[arg-type]
     second = Place("target", 1, 2, 1)
     with pytest.raises(SessionError, match=r"target\[1\] waited 0\.01 s for the address of its side's rank 0"):
@@ -368,7 +373,10 @@ def test_machines_with_another_minor_version_of_python_are_refused() -> None:
     _require_fit(places, [FACTS, replace(FACTS, python=f"{major}.{minor}.99")])
     with pytest.raises(LaunchError, match=r"^target\[0\]: elsewhere has Python "):
         _require_fit(places, [FACTS, replace(FACTS, python=f"{major}.{minor}9.0", node="elsewhere")])
-    with pytest.raises(LaunchError, match=r"^target\[0\]: .* of wire version"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^target\[0\]: .* of wire version",
+    ):
         _require_fit(places, [FACTS, replace(FACTS, wire_version=FACTS.wire_version + 1)])
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from kit.mailboxes import DEADLINE, in_background
+from kit.refusals import exactly
 
 from graftlab.base.world import Place
 from graftlab.ranks.devices import DeviceAssignment
@@ -241,7 +242,7 @@ def test_a_supervisor_reports_the_end_with_what_the_process_wrote_last(monkeypat
 
 def test_a_supervisor_keeps_the_last_mib_of_the_output() -> None:
     supervisor = RankSupervisor()
-    with pytest.raises(RuntimeError, match="has not been started"):
+    with pytest.raises(RuntimeError, match=exactly("this rank has not been started")):
         supervisor.signal(9)
     lines = b"".join(b"%07d\n" % number for number in range(400_000))
     read, write = os.pipe()

@@ -120,7 +120,10 @@ def test_a_killed_rank_is_named_and_nothing_stays_behind(session: gl.Session, ho
 def test_a_machine_with_another_graftlab_or_python_is_refused() -> None:
     facts = RankSupervisor().facts()
     hosts = LocalHosts(replace(facts, wire_version=0, release="0.0.1"))
-    with pytest.raises(gl.LaunchError, match=r"baseline\[0\]: .* has graftlab 0\.0\.1, of wire version 0.*install"):
+    with pytest.raises(
+        gl.LaunchError,
+        match=r"baseline\[0\]: .* has graftlab 0\.0\.1, of wire version 0.*install",
+    ):
         gl.launch(on=hosts)
     assert hosts.released == 1
     with pytest.raises(
@@ -131,7 +134,10 @@ def test_a_machine_with_another_graftlab_or_python_is_refused() -> None:
 
 def test_a_device_that_no_rank_asked_for_is_refused() -> None:
     hosts = LocalHosts()
-    with pytest.raises(gl.LaunchError, match=r"device='cuda': each rank has 0 GPUs; .*resources="):
+    with pytest.raises(
+        gl.LaunchError,
+        match=r"device='cuda': each rank has 0 GPUs; .*resources=",
+    ):
         gl.launch(device="cuda", on=hosts)
     assert hosts.released == 1
 

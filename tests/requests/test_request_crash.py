@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 from graftlab.errors import DumpError
 from graftlab.requests import RecordedRequest, RequestDumper, load_dump
@@ -183,7 +184,16 @@ def test_closing_undoes_what_watching_installed(tmp_path: Path) -> None:
 
 
 def test_watching_outside_of_the_main_thread_is_a_clear_error(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool, pytest.raises(DumpError, match="main thread"):
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(
+            DumpError,
+            match=exactly(
+                "signals can only be watched from the main thread: make the dumper there, or call its "
+                "dump_before_crash() from your own handlers"
+            ),
+        ),
+    ):
         pool.submit(RequestDumper, tmp_path, catch_crashes=True).result()
 
 

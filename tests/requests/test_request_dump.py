@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from kit.deadline import DEADLINE
+from kit.refusals import exactly
 
 from graftlab.errors import DumpError
 from graftlab.requests import (
@@ -194,7 +195,7 @@ def test_requests_of_many_threads_are_each_written_once(tmp_path: Path) -> None:
 
 
 def test_a_bad_threshold_or_folder_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="threshold"):
+    with pytest.raises(ValueError, match=exactly("threshold is the number of requests in a file, at least 1, not 0")):
         RequestDumper(tmp_path, threshold=0)
     (tmp_path / "file").touch()
     with pytest.raises(DumpError, match="cannot be made"):
@@ -813,7 +814,7 @@ def test_impossible_settings_are_refused_and_change_nothing(dumper: RequestDumpe
     (tmp_path / "file").touch()
     with pytest.raises(DumpError):
         dumper.apply(DumpSettings(tmp_path / "file" / "x", 5, ()))
-    with pytest.raises(ValueError, match="threshold"):
+    with pytest.raises(ValueError, match=exactly("threshold is the number of requests in a file, at least 1, not 0")):
         dumper.apply(DumpSettings(tmp_path / "other", 0, ()))
     assert dumper.settings == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 from kit.values import assert_values
 
 import graftlab.requests
@@ -90,7 +91,9 @@ def test_a_prompt_is_text_or_tokens() -> None:
     assert len(made.rid) == 32
     assert Request.from_dict({"input_ids": [1], "rid": "mine"}, Letters()) == request(rid="mine")
     for fields in ({}, {"text": "a", "input_ids": [1]}, {"text": None, "input_ids": None}):
-        with pytest.raises(RequestError, match="give one of them, and not both"):
+        with pytest.raises(
+            RequestError, match=exactly("the prompt is either text or input_ids: give one of them, and not both")
+        ):
             Request.from_dict(fields, Letters())
     for fields, said in (
         ({"text": 5}, "text must be a string, got 5"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import FilterError, TagError
@@ -48,7 +49,7 @@ def test_tags_in_compiled_code_are_text_numbers_or_none() -> None:
 
 def test_what_a_graph_cannot_contain_is_refused_before_anything_is_shown() -> None:
     x: Any = torch.ones(2)
-    with pytest.raises(TagError, match="the name must be a string"):
+    with pytest.raises(TagError, match=exactly("gl.tap: the name must be a string")):
         compiled.tap(3, x, None, {})
     with pytest.raises(TagError, match=r"layout of gl.tap\('x'\): in compiled code a layout is given as text"):
         compiled.tap("x", x, None, {}, layout=Layout())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 from kit.support import own_value, run_cell
 
 import graftlab as gl
@@ -236,7 +237,14 @@ def test_a_decorated_coroutine_has_its_tags_while_it_runs(recorder: Recorder) ->
 
 
 def test_decorated_generator_is_refused_with_an_alternative(recorder: Recorder) -> None:
-    with pytest.raises(gl.TagError, match=r"with gl.tags\(...\)"):
+    with pytest.raises(
+        gl.TagError,
+        match=exactly(
+            "gl.tags cannot decorate the generator "
+            "test_decorated_generator_is_refused_with_an_alternative.<locals>.generate, which runs in "
+            "pieces; write `with gl.tags(...)` around the taps in it"
+        ),
+    ):
 
         @gl.tags(layer=1)
         def generate() -> Iterator[int]:
@@ -398,13 +406,18 @@ def test_a_context_manager_made_of_a_generator_sets_tags_for_its_block(recorder:
 
 
 def test_computed_tags_need_a_call_and_must_be_a_dict(recorder: Recorder) -> None:
-    with pytest.raises(gl.TagError, match="decorator"), gl.tags(lambda: {}):
+    with (
+        pytest.raises(
+            gl.TagError, match=exactly("gl.tags(function) needs the arguments of a call: use it as a decorator")
+        ),
+        gl.tags(lambda: {}),
+    ):
         pass
 
     @gl.tags(lambda: ["layer"])
     def wrong() -> None: ...
 
-    with pytest.raises(gl.TagError, match="must return a dict of tags, not list"):
+    with pytest.raises(gl.TagError, match=exactly("gl.tags: the function must return a dict of tags, not list")):
         wrong()
 
 

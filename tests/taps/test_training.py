@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.recorder import Recorder
+from kit.refusals import exactly
 from kit.support import reset
 from torch import nn
 
@@ -299,7 +300,13 @@ def test_the_names_of_watched_weights_are_a_list(monkeypatch: pytest.MonkeyPatch
 
 
 def test_optimizer_of_a_different_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of the optimizer's 6 tensors is a weight of the model"):
+    with pytest.raises(
+        ValueError,
+        match=exactly(
+            "gl.watch_training: none of the optimizer's 6 tensors is a weight of the model. Create the "
+            "optimizer after the model is wrapped, sharded or moved"
+        ),
+    ):
         gl.watch_training(made(), torch.optim.SGD(made().parameters()))
 
 

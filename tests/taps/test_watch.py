@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from kit.recorder import Recorder
+from kit.refusals import exactly
 from kit.support import own_value
 from torch import nn
 
@@ -338,7 +339,7 @@ def test_only_chosen_modules_are_tapped(session: gl.Session) -> None:
 
 
 def test_unwatchable_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"taps a torch.nn.Module, not function"):
+    with pytest.raises(TypeError, match=exactly("gl.watch taps a torch.nn.Module, not function")):
         gl.watch(lambda x: x)
     monkeypatch.setattr("graftlab.taps.calls._handler", object())
     model = made_model()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import TransformError
@@ -194,7 +195,14 @@ def test_the_other_sides_rows_decide_between_two_dimensions_that_fit() -> None:
     outcome = run_transform(align_by_request, the_input([(mine, tokens([5], 1))], mine, tokens([5], 1)))
     assert "dim 1 was taken" in (outcome.note or "")
     either = torch.zeros(2, 5, 2)
-    with pytest.raises(TransformError, match=r"may be in dim 1 or \[requests, tokens\] in dims 0 and 1"):
+    with pytest.raises(
+        TransformError,
+        match=exactly(
+            "align_by_request: the lengths of the receiver fit a tensor of shape [2, 5, 2] in several "
+            "ways: the tokens may be in dim 1 or [requests, tokens] in dims 0 and 1. Tap it with the "
+            "tokens in its first dimension"
+        ),
+    ):
         run_transform(align_by_request, the_input([(either, tokens([2, 3], 1, 2))], either, tokens([2, 3], 1, 2)))
 
 
@@ -234,7 +242,10 @@ def test_unpairable_rows_are_refused_with_the_reason(case: str) -> None:
 
 
 def test_rows_of_other_shapes_are_refused() -> None:
-    with pytest.raises(TransformError, match=r"a row has shape \[2\] here and \[3\] at sender 0"):
+    with pytest.raises(
+        TransformError,
+        match=exactly("align_by_request: a row has shape [2] here and [3] at sender 0; only whole rows can be paired"),
+    ):
         run_transform(align_by_request, the_input([(torch.ones(2, 3), ids(1, 2))], rows_of(3, 4), ids(1, 2)))
 
 
@@ -343,7 +354,20 @@ def test_tokens_may_be_in_these_dimensions(shape: tuple[int, ...], lengths: list
     assert _token_dims(torch.zeros(shape), 2, lengths, "the receiver") == readings
 
 
-@pytest.mark.parametrize(("lengths", "reason"), [(None, "which has 0 rows"), ([1, 1], "which fit neither")])
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        (None, ("align_by_request: the receiver passed 2 rids_int for a tensor of shape [], which has 0 rows")),
+        (
+            [1, 1],
+            (
+                "align_by_request: the receiver passed request_lens [1, 1], which fit neither [tokens, ...] "
+                "nor [requests, longest, ...], also with other dimensions before the tokens, for a tensor of "
+                "shape []"
+            ),
+        ),
+    ],
+)
 def test_a_single_number_has_no_rows_to_pair(lengths: list[int] | None, reason: str) -> None:
-    with pytest.raises(TransformError, match=reason):
+    with pytest.raises(TransformError, match=exactly(reason)):
         _token_dims(torch.tensor(1.0), 2, lengths, "the receiver")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.refusals import exactly
 from kit.support import run_cell
 from kit.tensors import COPYABLE, PLAIN_LAYOUTS, bits, layouts, random_bits
 from kit.values import assert_values
@@ -543,7 +544,14 @@ def test_equal_values_written_into_the_target_are_a_result(returns: str, infers:
 
 @pytest.mark.parametrize("made", [lambda own: own, torch.detach, lambda own: own[:], Outcome])
 def test_a_target_returned_as_it_was_fails_rather_than_agrees(made: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(TransformError, match=r"returned graft_input\.target as it was, so there is nothing to compare"):
+    with pytest.raises(
+        TransformError,
+        match=exactly(
+            "the transform returned graft_input.target as it was, so there is nothing to compare; make the "
+            "result from graft_input.received_list, or leave this tap out with a filter: "
+            "transform=(filter, function)"
+        ),
+    ):
         run_transform(lambda graft_input: made(graft_input.target), the_input([torch.ones(2)], torch.zeros(2)))
 
 
@@ -567,7 +575,13 @@ def test_writing_into_the_models_tensor_fails() -> None:
         target.mul_(3)
         return graft_input.target
 
-    with pytest.raises(TransformError, match="wrote into the model's own tensor"):
+    with pytest.raises(
+        TransformError,
+        match=exactly(
+            "the transform wrote into the model's own tensor, which it must have obtained elsewhere; write "
+            "into graft_input.target, which is a copy"
+        ),
+    ):
         run_transform(transform, the_input([torch.ones(2)], target))
 
 
@@ -597,7 +611,14 @@ def test_uncopyable_extras_are_withheld_from_the_transform_only() -> None:
     lock = threading.Lock()
     given = replace(the_input([torch.ones(2)], torch.zeros(2)), target_extras={"lock": lock, "n": 2})
     assert run_transform(lambda g: g.target + g.target_extras["n"], given).value.tolist() == [2.0, 2.0]
-    with pytest.raises(TransformError, match="extras is a lock that cannot be copied"):
+    with pytest.raises(
+        TransformError,
+        match=exactly(
+            "this part of the tap's extras is a lock that cannot be copied (TypeError: cannot pickle "
+            "'_thread.lock' object), so the transform does not receive it; put the values that it needs "
+            "into the extras"
+        ),
+    ):
         run_transform(lambda g: g.target_extras["lock"].acquire(), given)
     assert not lock.locked()
     # Asked for a protocol, it has none, as any other object.
@@ -745,7 +766,9 @@ def test_source_texts_with_the_same_function_name_have_different_labels(source: 
 
 
 def test_error_without_a_users_line_is_raised_unchanged() -> None:
-    with pytest.raises(TransformError, match="returned int"):
+    with pytest.raises(
+        TransformError, match=exactly("the transform returned int; it must return a tensor of shape [1]")
+    ):
         run_transform(id, the_input([torch.zeros(1)], torch.zeros(1)))  # type: ignore[arg-type]
 
 
@@ -793,9 +816,21 @@ def test_a_transform_takes_its_filter_along() -> None:
     spec = TransformSpec.of(("layer == 3", "torch.clone"))
     assert (spec.text, spec.where, spec.described) == ("torch.clone", "layer == 3", "torch.clone where layer == 3")
     assert TransformSpec.of("torch.clone").described == "torch.clone"
-    with pytest.raises(gl.TransformError, match="blank"):
+    with pytest.raises(
+        gl.TransformError,
+        match=exactly(
+            "the filter of a transform is blank, which matches no tap; write 'True' for all taps, or give "
+            "the transform without a filter for the taps that the plan grafts"
+        ),
+    ):
         TransformSpec.of((" ", "torch.clone"))
-    with pytest.raises(gl.TransformError, match="blank"):
+    with pytest.raises(
+        gl.TransformError,
+        match=exactly(
+            "the filter of a transform is blank, which matches no tap; write 'True' for all taps, or give "
+            "the transform without a filter for the taps that the plan grafts"
+        ),
+    ):
         TransformSpec.draft(("", "torch.clone"))
     # A filter within a filter would be lost.
     for pair in (("layer == 3", ("name == 'q'", "torch.clone")), (3, "torch.clone"), ("True",)):

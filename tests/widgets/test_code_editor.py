@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kit.pages import Browser, EditorScreen, MirrorPage
+from kit.refusals import exactly
 
 from graftlab.widgets.code_editor import CodeMirrorEditor, TextAreaEditor, code_editor
 
@@ -241,7 +242,9 @@ def test_the_value_can_only_be_set_through_set_text(screen: EditorScreen) -> Non
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="no language 'perl': use one of python, filter, text"):
+    with pytest.raises(
+        ValueError, match=exactly("the code editor has no language 'perl': use one of python, filter, text")
+    ):
         code_editor("", language="perl")
 
 
