@@ -91,6 +91,7 @@ def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> No
         assert torch.equal(found, rounded())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_new_tensors_whose_values_cannot_be_compared_are_made_as_before() -> None:
     rows = [torch.tensor([1]), torch.tensor([1, 2])]
     made: dict[str, Callable[[], Tensor]] = {
