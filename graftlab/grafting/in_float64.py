@@ -97,6 +97,9 @@ class _Float64Mode(UntracedMode):
             self.coarse.read.update(_coarse([*args, *kwargs.values()]))
             if func not in _MOVES:
                 self.coarse.left.update(_coarse([result]))
+            if func.namespace != "aten" and func._schema.is_mutable:
+                # It may round to what it reads, and write that into a wide tensor.
+                self.coarse.left.update(_coarse([*args, *kwargs.values()]))
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -91,6 +91,7 @@ def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> No
         assert torch.equal(found, rounded())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_new_tensors_whose_values_cannot_be_compared_are_made_as_before() -> None:
     rows = [torch.tensor([1]), torch.tensor([1, 2])]
     made: dict[str, Callable[[], Tensor]] = {
@@ -103,6 +104,21 @@ def test_new_tensors_whose_values_cannot_be_compared_are_made_as_before() -> Non
         with in_float64() as coarse:
             found = make()
         assert (found.dtype, coarse.left) == (torch.bfloat16, {"bfloat16"}), name
+
+
+@torch.library.custom_op("graftlab_in_float64::scaled", mutates_args=("out",))
+def write_scaled(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    out.copy_(x.to(weight.dtype) * weight)
+
+
+def test_what_a_custom_operator_may_round_before_it_writes_is_noted_as_left() -> None:
+    weight, exact = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    with in_float64() as coarse:
+        x = torch.ones(2).div(3)
+        write_scaled(torch.empty(2, dtype=torch.bfloat16), x, exact)
+        assert coarse.left == set()
+        write_scaled(torch.empty(2, dtype=torch.bfloat16), x, weight)
+    assert coarse.left == {"bfloat16"}
 
 
 def test_what_is_stored_is_still_rounded_if_asked_and_what_is_computed_is_not() -> None:
