@@ -1,4 +1,4 @@
-"""Fast tests with a fault, about a second each: one process has collected them, and a fork of it changes the functions.
+"""Fast tests with a fault, in seconds: one process has collected them, and a fork of it changes the functions.
 
 A function that has been imported gets the code of the file with the fault in it, and a constant of a module the other
 value. What else runs on import cannot be changed in this way, nor what was computed from a constant: unless a test
