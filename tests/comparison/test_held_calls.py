@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -616,6 +617,12 @@ def test_a_command_that_needs_a_shell_runs_in_one(rest: str) -> None:
     assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("bash", "-o", "pipefail", "-c", rest)
     assert command.variables == {"X": "1 2"}
     assert command_of(f"torchrun --nproc-per-node 2 a.py && {rest}", None).ranks == 2
+
+
+@pytest.mark.ranks
+def test_a_script_that_fails_before_a_pipe_has_failed() -> None:
+    for text, code in (("false | cat", 1), ("true | cat", 0)):
+        assert subprocess.run(command_of(text, None).arguments).returncode == code
 
 
 @pytest.mark.parametrize("typed", ["'a | b'", '"&&"', "a\\;", "http://x?a=1&b=2", "1;2", "torch>2", ">=2", "'>x'"])
