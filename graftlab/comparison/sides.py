@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 # A word of a command as typed, with its quotes.
 _WORD = re.compile(r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\])+""", re.DOTALL)
 # Unquoted words with which a shell joins commands or redirects them.
-_FOR_A_SHELL = re.compile(r"(?:.*[^\\\\])?;|&&?|\|[|&]?|\d*(?:<|>>?)(?:&\d)?|&>", re.DOTALL)
+_FOR_A_SHELL = re.compile(r"(?:.*[^\\\\])?;|&&?|\|[|&]?|\d*(?:<|>>?)(?:&\d)?|(?:\d*|&)>>?[\w./~-]*", re.DOTALL)
 
 
 def names_function(text: str) -> bool:
@@ -144,7 +144,9 @@ def command_of(text: str, ranks: int | None) -> ScriptCommand:
         ranks = ranks_of_command(words)
     if any(_FOR_A_SHELL.fullmatch(word[0]) for word in typed):
         # In a shell only where it is needed, because PYTHONPATH set there hides graftlab from the script.
-        words = [shutil.which("bash") or "sh", "-c", text[typed[0].start() :]]
+        # With the exit code of a script that fails before a pipe.
+        shell = [bash, "-o", "pipefail"] if (bash := shutil.which("bash")) else ["sh"]
+        words = [*shell, "-c", text[typed[0].start() :]]
     if words[0].endswith(".py"):
         if not os.path.isfile(os.path.join(folder or "", words[0])):
             base = os.path.abspath(folder or "")

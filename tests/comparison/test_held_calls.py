@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,16 +602,31 @@ def test_a_folder_before_a_command_is_where_it_runs(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "rest", ["python a.py | tee x", "cd b; python a.py", "python a.py 2>&1", "true && python a.py"]
+    "rest",
+    [
+        "python a.py | tee x",
+        "cd b; python a.py",
+        "python a.py 2>&1",
+        "true && python a.py",
+        "python a.py 2>/dev/null",
+        "python a.py >>out.txt",
+        "python a.py &>out",
+    ],
 )
 def test_a_command_that_needs_a_shell_runs_in_one(rest: str) -> None:
     command = command_of(f"X='1 2' {rest}", None)
-    assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("bash", "-c", rest)
+    assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("bash", "-o", "pipefail", "-c", rest)
     assert command.variables == {"X": "1 2"}
     assert command_of(f"torchrun --nproc-per-node 2 a.py && {rest}", None).ranks == 2
 
 
-@pytest.mark.parametrize("typed", ["'a | b'", '"&&"', "a\\;", "http://x?a=1&b=2", "1;2"])
+@pytest.mark.ranks
+def test_a_script_that_fails_before_a_pipe_has_failed() -> None:
+    for text, code in (("false | cat", 1), ("true | cat", 0)):
+        assert subprocess.run(command_of(text, None).arguments).returncode == code
+
+
+@pytest.mark.parametrize("typed", ["'a | b'", '"&&"', "a\\;", "http://x?a=1&b=2", "1;2", "torch>2", ">=2", "'>x'"])
 def test_a_command_without_a_shell_keeps_its_arguments(typed: str) -> None:
     assert command_of(f"python a.py {typed}", None).arguments[1:] == ("a.py", *shlex.split(typed))
 
