@@ -49,7 +49,7 @@ def scaled_taps(runs: VerdictRuns, evidence: Evidence, named: Collection[str]) -
     if keep is None:
         return {}
     runs.both("whether taps differ by a factor", RunFilters(compare="True", keep=keep))
-    found = {}
+    found: dict[str, Factors] = {}
     for group, rows in likely.items():
         factors = [(row["name"], _factor(runs, row)) for row in rows]
         # On every rank, and in every call of a tap.
