@@ -51,9 +51,10 @@ def scaled_taps(runs: VerdictRuns, evidence: Evidence, named: Collection[str]) -
     runs.both("whether taps differ by a factor", RunFilters(compare="True", keep=keep))
     found: dict[str, Factors] = {}
     for group, rows in likely.items():
-        factors = {row["name"]: _factor(runs, row) for row in rows}
-        if all(factors.values()):
-            found[group] = factors
+        factors = [(row["name"], _factor(runs, row)) for row in rows]
+        # On every rank, and in every call of a tap.
+        if all(factor for _, factor in factors):
+            found[group] = dict(factors)
     return found
 
 

@@ -97,11 +97,12 @@ def scaled(found: Any, **fields: Any) -> dict[str, Any]:
     expected = torch.linspace(1, 2, 8)
     usual = {"std_target": 0.25, "rank": 0, "status": "compared", "nonfinite_differ": 0} | fields
     rows = [tap("a", 0, 0.75, **usual), tap("b", 1, 0.1, **{"rank": 0, "status": "compared"})]
+    rows += [tap("a", 0, 0.75, **usual | {"rank": 1})]
 
-    def pair(*_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(name: str, rank: int, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if found is None:
             raise SessionError("the pair was not kept")
-        return expected, found
+        return expected, found if rank == 0 else expected / 4
 
     runs: Any = SimpleNamespace(recorded=False, both=lambda why, filters: None, pair=pair)
     evidence: Any = SimpleNamespace(compared=to_frame(rows))
