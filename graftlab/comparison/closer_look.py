@@ -97,8 +97,11 @@ def _between_few_taps(verdict: Verdict, proposal: Proposal | None) -> str | None
     if proposal is None:
         return None
     frame = verdict.frame
-    compared = len({*frame.loc[frame["ratio"].notna() & ~frame["group"].map(kind_of_group).isin(_GIVEN), "name"]})
-    alone = sum((TapCallName.of(name).tags or {}).get("kind") is None for name in proposal.unmatched_baseline)
+    values = frame[frame["ratio"].notna() & ~frame["group"].map(kind_of_group).isin(_GIVEN)]
+    parsed = map(TapCallName.of, proposal.unmatched_baseline)
+    # Of a tap that has a partner in some calls, these show the others.
+    left = {each.name for each in parsed if (each.tags or {}).get("kind") is None} - {*values["name"]}
+    compared, alone = len({*values["name"]}), len(left)
     if compared >= alone:
         return None
     narrow = [each for each in DTYPES_OF_16_BITS if each in {*frame["dtype"]}] or [verdict.findings.computed_in]
