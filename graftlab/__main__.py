@@ -91,7 +91,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     attach.set_defaults(run=job_commands.attach_script)
     for name, summary in (
         ("status", "show where each rank of a session of jobs is, and which taps differ most"),
-        ("watch", "the same, updated continuously"),
+        ("watch", "show what status shows, again and again until Ctrl-C"),
         ("stacks", "show the stack of each thread of each rank"),
     ):
         job_commands.add_status_arguments(commands.add_parser(name, help=summary, description=summary), name)
