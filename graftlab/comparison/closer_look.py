@@ -113,7 +113,7 @@ def _between_few_taps(verdict: Verdict, proposal: Proposal | None) -> str | None
 
 
 def _if_state_rounds(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_first: bool) -> CloserLook | None:
-    """The same for a call in float32 that differs, where one side alone keeps state, such as a cache, in 16 bits.
+    """Look at a call in float32 that differs, where one side alone keeps state, such as a cache, in 16 bits.
 
     The floor of float32 has no room for the rounding of that state. If all that is named is within it, and the calls
     agree with the state in float32, the rounding may explain it. If they differ even then, that shows what else does.

@@ -81,7 +81,7 @@ _RUNS_OF_NAMED = 4
 def _unseen_dtype(computed_in: str, of_taps: str, frame: pd.DataFrame) -> str:
     """The dtype of 16 bits in which the baseline computes; blank if what was compared shows it, or there is none.
 
-    ``computed_in`` is that of what no tap shows, and ``of_taps`` that of all taps, few of which may have a partner.
+    ``computed_in`` is that of what no tap shows, and ``of_taps`` that of the taps, also of those without a partner.
     """
     if not computed_in:
         return "" if frame["dtype"].isin(DTYPES_OF_16_BITS).any() else of_taps
