@@ -15,7 +15,7 @@ from graftlab.comparison.answers import is_beyond_rounding
 from graftlab.diffs.results import ResultDifference, compare_named, value_in_words, written_on_one_side
 from graftlab.diffs.rounding import DTYPES_OF_16_BITS, assumed_floor, roundoff
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.widening import NARROW
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.returned_values import compare_returned

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graftlab.base.text import counted
 from graftlab.diffs.rounding import assumed_floor
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 
 # Logits are a tie if they are no further apart than this many times the sides' mean difference over the row: rounding
 # moves all logits, and moving a single one is a mistake.

@@ -43,20 +43,29 @@ class CloserLook:
 
 
 def in_more_bits(
-    repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
+    repeats: Repeats,
+    verdict: Verdict,
+    choice: JudgingChoice,
+    proposal: Proposal | None,
+    is_first: bool,
+    unnamed: Collection[str] = (),
 ) -> CloserLook:
-    """Look at the same call in float32, if 16 bits may hide a mistake, or rounded state may explain a difference."""
+    """Look at the same call in float32, if 16 bits may hide a mistake, or rounded state may explain a difference.
+
+    ``unnamed`` are the baseline's taps of values whose names the target has not; without a ``proposal`` they have no
+    partner.
+    """
     if (of_state := _if_state_rounds(repeats, verdict, choice, is_first)) is not None:
         return of_state
     try:
         wide = _closer_look(repeats, verdict, choice, is_first)
     except NoCloserLookError as error:
         why = f"{NOT_CHECKED}the same call in float32: {error}."
-        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal))
+        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal, unnamed))
     except GraftError as error:
         # The verdict on the call itself stands.
         why = f"{NOT_CHECKED}the same call in float32, which failed: {str(error).splitlines()[0]}"
-        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal))
+        return CloserLook(verdict, (why,), doubt=_between_few_taps(verdict, proposal, unnamed))
     if wide is None:
         return CloserLook(verdict)
     found = wide.findings
@@ -66,11 +75,8 @@ def in_more_bits(
         what = (
             "no tapped value explains the difference" if verdict.findings.unexplained else "the calls agree to rounding"
         )
-        merged = None
-        if proposal is not None:
-            merged = _merged_weights(found, narrow, proposal) or _rounded_alone(
-                repeats, found, choice, proposal, is_first
-            )
+        merged = _merged_weights(found, narrow, proposal) if proposal is not None else None
+        merged = merged or _rounded_alone(repeats, found, choice, proposal, is_first)
         said = f"In {dtypes} {what}. In {found.looked_in}, from the same numbers, they differ:"
         return CloserLook(wide, (merged, said) if merged else (said,), may_be_rounding=merged is not None)
     if found.is_rounding_possible and found.choices:
@@ -90,17 +96,18 @@ def in_more_bits(
     return CloserLook(wide, (sentence,))
 
 
-def _between_few_taps(verdict: Verdict, proposal: Proposal | None) -> str | None:
+def _between_few_taps(verdict: Verdict, proposal: Proposal | None, unnamed: Collection[str]) -> str | None:
     """A sentence if most of the baseline's taps of values have no partner, so that rounding adds up between the others
     and hides more; else None.
     """
-    if proposal is None:
-        return None
     frame = verdict.frame
     values = frame[frame["ratio"].notna() & ~frame["group"].map(kind_of_group).isin(_GIVEN)]
-    parsed = map(TapCallName.of, proposal.unmatched_baseline)
-    # Of a tap that has a partner in some calls, these show the others.
-    left = {each.name for each in parsed if (each.tags or {}).get("kind") is None} - {*values["name"]}
+    left = {*unnamed}
+    if proposal is not None:
+        parsed = map(TapCallName.of, proposal.unmatched_baseline)
+        left = {each.name for each in parsed if (each.tags or {}).get("kind") is None}
+    # A tap may have a partner in some calls alone.
+    left -= {*values["name"]}
     compared, alone = len({*values["name"]}), len(left)
     if compared >= alone:
         return None
@@ -182,9 +189,10 @@ def _closer_look(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, is_f
         if not (found.choices and frame["dtype"].isin(DTYPES_OF_16_BITS).any()):
             return None
     wide = repeats.in_float32(choice, is_first=is_first)
-    # What the call is given stays in 16 bits where only its operators compute in more.
     is_given = (wide.frame["group"].map(kind_of_group) == "input") & (wide.frame["added"] == 0)
-    if still := [*wide.frame.loc[~is_given & wide.frame["dtype"].isin(DTYPES_OF_16_BITS), "name"]]:
+    still = [*wide.frame.loc[~is_given & wide.frame["dtype"].isin(DTYPES_OF_16_BITS), "name"]]
+    # In float64, operators that compute nothing leave 16 bits, and each of the others was looked at.
+    if still and wide.findings.looked_in == "float32":
         raise NoCloserLookError(f"these compute in 16 bits even then: {first_of([*dict.fromkeys(still)], 4)}")
     # It computes in more bits now, from numbers of 16 bits.
     wide = replace(wide, findings=replace(wide.findings, computed_in=""))
@@ -241,34 +249,28 @@ def _merged_weights(wide: Findings, dtypes: Collection[str], proposal: Proposal)
 
 
 def _rounded_alone(
-    repeats: Repeats, wide: Findings, choice: JudgingChoice, proposal: Proposal, is_first: bool
+    repeats: Repeats, wide: Findings, choice: JudgingChoice, proposal: Proposal | None, is_first: bool
 ) -> str | None:
-    """A sentence if other roundings of the target's weights and buffers without a partner, such as a table that the
-    baseline computes in each call, move all that differs in float32 about as far as it differs; else None.
+    """A sentence if other roundings of the target's weights and other constants without a partner, such as a table that
+    the baseline computes in each call, move all that differs in more bits about as far as it differs; else None.
     """
     named = wide.frame[~wide.frame["label"].isin(NOT_NAMED)]
-    parsed = map(TapCallName.of, proposal.unmatched_target)
-    alone = [each.name for each in parsed if (each.tags or {}).get("kind") == "param"]
-    if wide.unexplained or wide.data or not len(named) or not alone:
+    if wide.unexplained or wide.data or not len(named):
         return None
-    if wide.looked_in != "float32":
-        # These numbers cannot be moved there.
-        if not (named["added"] <= max(map(roundoff, DTYPES_OF_16_BITS))).all():
-            return None
-        return (
-            f"The target alone has {first_of(alone)}. If these are rounded to 16 bits, as a table that the baseline "
-            f"computes in each call, that may explain what follows (up to {named['added'].max():.2g}), and so may a "
-            "mistake. Compare both in float32."
-        )
+    parsed = map(TapCallName.of, proposal.unmatched_target if proposal is not None else ())
+    alone = dict.fromkeys(each.name for each in parsed if (each.tags or {}).get("kind") == "param")
     try:
-        moved = repeats.in_float32(choice, is_first=is_first, rounded_otherwise=alone, explain=False)
+        alone |= dict.fromkeys(repeats.constants_of_target_alone())
+        if not alone:
+            return None
+        moved = repeats.in_float32(choice, is_first=is_first, rounded_otherwise=[*alone], explain=False)
     except GraftError:
         return None
     added = moved.frame.groupby("group")["added"].max()
     if not all(added.get(row["group"], 0.0) >= _MOVED * row["added"] for _, row in named.iterrows()):
         return None
     return (
-        f"The target alone has {first_of(alone)}, in 16 bits. With other roundings of them, what follows differs by "
+        f"The target alone has {first_of([*alone])}, in 16 bits. With other roundings of them, what follows differs by "
         "several times as much. So their rounding may explain it, where the baseline computes a table in each call, or "
         "has apart what the target has merged; and so may a mistake. Compare both in float32."
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from graftlab.base.tensor_bytes import real_parts
 from graftlab.comparison.answers import is_beyond_rounding
 from graftlab.diffs.results import compare_named, is_written
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.verdict.returned_values import nearest_rows
 
 # The largest product of both sides' numbers of rows with which results are compared row by row.

@@ -32,7 +32,7 @@ from graftlab.diffs.results import values_of_other_shapes
 from graftlab.errors import MatchError
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.holding import repeat_call
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
@@ -78,7 +78,8 @@ def judge_held_calls(
     trusted, look = not remarks, CloserLook(verdict)
     if trusted:
         is_first = all(each.number <= 1 for each in (*baseline, *target))
-        look = in_more_bits(repeats, verdict, choice, proposal, is_first)
+        unnamed = {*baseline[0].values} - {*target[0].values}
+        look = in_more_bits(repeats, verdict, choice, proposal, is_first, unnamed)
         remarks += look.said
     verdict = look.verdict
     findings, pairs = verdict.findings, repeats.session.plan.pairs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from graftlab.base.text import counted
 from graftlab.base.world import SIDES, Side, other_side
 from graftlab.jobs.script_process import ScriptProcess
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graftlab.base.tap_groups import kind_of_group
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_units import HeldUnits, described_as, numbers_given, split_alike, trains
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.verdict.wording import NOT_CHECKED
 
 _SPLIT_DIFFERENTLY = (

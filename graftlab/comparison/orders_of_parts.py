@@ -11,7 +11,7 @@ from graftlab.base.text import spans
 from graftlab.diffs.results import ResultDifference, compare_named
 
 if TYPE_CHECKING:
-    from graftlab.ranks.held_call import CallDescription
+    from graftlab.ranks.call_description import CallDescription
 
 Order = Sequence[torch.Tensor]
 """The indices of each rank's part in the whole, along one dimension."""

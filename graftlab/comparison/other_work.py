@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 
 _FEWEST = 3
 """Whole numbers with fewer distinct values, such as those of a mask, are no tokens."""

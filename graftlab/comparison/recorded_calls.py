@@ -15,7 +15,8 @@ from graftlab.comparison.held_calls import enough_in_common
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, DTYPES_OF_16_BITS
-from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import HeldCall
 from graftlab.ranks.holding import OfCall, repeat_call
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.wording import NOT_CHECKED

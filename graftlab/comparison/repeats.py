@@ -20,8 +20,9 @@ from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import GraftError, SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.ranks.held_call import WEIGHT, CallDescription, HeldCall
-from graftlab.ranks.holding import OfCall, repeat_call, widen_call
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import WEIGHT, HeldCall
+from graftlab.ranks.holding import OfCall, repeat_call, widen_call, widen_operators
 from graftlab.ranks.remote_functions import call_until_exception
 from graftlab.ranks.widening import NARROW
 
@@ -160,11 +161,14 @@ class Repeats:
                 return self.verdict(choice, explain=explain)
             self._both(HeldCall.narrow)
             # A rank whose operators cannot run in float64 would keep the others waiting.
-            if len(self.session.ranks) > 2 or _failure(self._both(HeldCall.widen_operators)) is not None:
+            if len(self.session.ranks) > 2:
+                raise SessionError(failure)
+            run = self.session.run(partial(widen_operators, ()), partial(widen_operators, moved))
+            if _failure(run) is not None:
                 raise SessionError(failure)
             # Writes into the call's own tensors still round to float32.
             floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
-            verdict = self.verdict(replace(choice, floor=floor))
+            verdict = self.verdict(replace(choice, floor=floor), explain=explain)
             verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
             # What rounds even then would be taken for a mistake.
             run = self._both(HeldCall.left_in_16_bits)
@@ -188,6 +192,19 @@ class Repeats:
             if torch.float32 in dtypes and narrow:
                 (found[path],) = narrow
         return {} if any(path.endswith(WEIGHT) for path in found) else found
+
+    def constants_of_target_alone(self) -> list[str]:
+        """The paths of the target's constants of 16 bits, see :meth:`HeldCall.constants`, that the baseline lacks."""
+        has = self._both(HeldCall.constants)
+        ours = has.baseline[0]
+        theirs = {path: each for path, each in has.target[0].items() if each.dtype in NARROW and path not in ours}
+        return [
+            path
+            for path, each in theirs.items()
+            # Without a rule, the plan pairs each name with itself.
+            if not {each.removesuffix(WEIGHT) for each in self._partners("target", path)} - {path}
+            and not any(_is_equal(each, other) for other in ours.values())
+        ]
 
     def _partners(self, side: Side, path: str) -> list[str]:
         """The paths of a weight's partners on the other side, as the plan pairs them."""

@@ -45,8 +45,8 @@ from graftlab.jobs.script_launcher import ScriptSettings, scripts_of, start_scri
 from graftlab.jobs.script_process import ScriptCommand, ScriptProcess
 from graftlab.jobs.script_rank import leave
 from graftlab.plan.plan import GraftPlan
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import describe_call, describe_result, release_call
 from graftlab.ranks.options import LaunchOptions

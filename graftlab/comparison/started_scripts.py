@@ -21,8 +21,9 @@ from graftlab.judging.match_runs import match
 from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.held_call import HeldCall
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import (
     OfCall,

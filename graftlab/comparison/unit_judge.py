@@ -16,7 +16,7 @@ from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.started_scripts import StartedScripts, announcement, units_of
 from graftlab.comparison.units_so_far import followed_by
 from graftlab.matching.proposal import Proposal
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate
 

@@ -93,9 +93,9 @@ class _Float64Mode(UntracedMode):
         if is_rounded and args[0].dtype == torch.float32 and getattr(_here, "rounds_stored", False):
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
-        if not _returns_views(func):
+        if not returns_views(func):
             self.coarse.read.update(_coarse([*args, *kwargs.values()]))
-            if func not in _MOVES:
+            if func not in MOVES:
                 self.coarse.left.update(_coarse([result]))
             if func.namespace != "aten" and func._schema.is_mutable:
                 # It may round to what it reads, and write that into a wide tensor.
@@ -109,8 +109,8 @@ class _Float64Mode(UntracedMode):
         if schema.is_mutable:
             return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
         # A gradient that autograd rounds to a weight's dtype must have that dtype.
-        moves = func in _MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
-        if _returns_views(func) or moves or torch.Tag.nondeterministic_seeded in func.tags:
+        moves = func in MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
+        if returns_views(func) or moves or torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
         if _PACKED.search(schema.name) is None:
             dtypes = [each.dtype for each in tensors_in(args)]
@@ -124,8 +124,8 @@ class _Float64Mode(UntracedMode):
         return func(*_fitting(args, narrow := _narrow(args)), **_fitting(kwargs, narrow))
 
 
-# They compute nothing, and would copy much data.
-_MOVES = {torch.ops.aten.embedding.default}
+MOVES = {torch.ops.aten.embedding.default}
+"""Operators that compute nothing, and would copy much data."""
 # The memory that these return is not read before something is written to it.
 _WITHOUT_VALUES = {
     torch.ops.aten.empty.memory_format,
@@ -153,7 +153,7 @@ def _made(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return result
 
 
-def _returns_views(func: Any) -> bool:
+def returns_views(func: Any) -> bool:
     """Whether an operator computes nothing, and shows a part of its argument."""
     schema = func._schema
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)

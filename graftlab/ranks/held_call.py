@@ -10,13 +10,14 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, Literal
 
 import torch
 
 from graftlab.base.quantisation import weight_tap
+from graftlab.base.text import first_of
 from graftlab.diffs.results import (
     NamedTensors,
     compare_named,
@@ -32,9 +33,10 @@ from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import changed_results
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks.autocast import no_autocast, no_autocast_cache
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
-from graftlab.ranks.widening import NARROW, TrialOfRanks, WideTensors, rounded_at_random
+from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTensors, rounded_at_random
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
@@ -69,53 +71,6 @@ class WatchChoice:
     functions: tuple[str, ...] = ()
     inside: str | None = None
     params: bool = True
-
-
-@dataclass(frozen=True)
-class CallDescription:
-    """A rank's report of its held call.
-
-    ``number`` counts the calls of models from 1. ``taps`` are the names of its taps, in execution order. ``plain`` has
-    the tensors that the call returns and writes without taps, by their paths, ``tapped`` the same with taps.
-    ``not_repeated`` describes results that differ in a replay without taps; ``not_compared`` describes written state
-    that repetitions do not compare.
-    """
-
-    model: str
-    number: int
-    needs_backward: bool
-    taps: tuple[str, ...]
-    plain: dict[str, torch.Tensor]
-    tapped: dict[str, torch.Tensor]
-    not_repeated: tuple[str, ...] = ()
-    others: Mapping[str, int] = field(default_factory=dict)
-    """How often models of other classes were called so far, by class."""
-    buffers: tuple[str, ...] = ()
-    """The names of the model's buffers, which its calls may write."""
-    fails_when_repeated: str | None = None
-    """The exception of a repetition, if the first call returns."""
-    whole_numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The integers among the arguments, such as tokens, by their paths."""
-    untapped_numbers: tuple[str, ...] = ()
-    """Those of ``whole_numbers`` that no tap shows: numbers, and tensors in objects that are no containers."""
-    raises: str | None = None
-    """The exception of the call itself; then only the taps before it are described."""
-    not_compared: tuple[str, ...] = ()
-    writes_weights: bool = False
-    """Whether the call changes weights, which repetitions do not put back."""
-    trained: tuple[str, ...] = ()
-    """The names of the model's weights that need gradients."""
-    in_training: tuple[str, ...] = ()
-    """The dropouts and batch norms in training mode, by name."""
-    is_training: bool = False
-    """Whether the model itself is in training mode."""
-    weights: int = 0
-    """How many numbers the model's weights have."""
-
-    @property
-    def returned(self) -> dict[str, torch.Tensor]:
-        """The tensors that the call returns without taps, without those that it writes."""
-        return with_tensors(self.plain, {path: each for path, each in self.plain.items() if not is_written(path)})
 
 
 class HeldCall:
@@ -251,6 +206,7 @@ class HeldCall:
             in_training=tuple(self._in_training()),
             is_training=any(model.training for model in self._models.values()),
             weights=self._weights(),
+            values=tuple(name for name, kind in names.reached.items() if kind is None),
         )
 
     def _weights(self) -> int:
@@ -448,19 +404,44 @@ class HeldCall:
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
-        with within:
-            return self._called_once(self.narrow)
+        with within, ReadsOf16Bits() as reads:
+            reason = self._called_once(self.narrow)
+        if reason is None and reads.operators:
+            self.narrow()
+            return f"{first_of([*reads.operators])} round to 16 bits even then, and read numbers that are out of reach"
+        return reason
 
-    def widen_operators(self) -> str | None:
+    def widen_operators(self, rounded_otherwise: Collection[str] = ()) -> str | None:
         """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
 
         See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
-        operator reads them, such as weights, are rounded as before.
+        operator reads them, such as weights, are rounded as before. For ``rounded_otherwise``, see :meth:`widen`.
         """
         if self._has_backward:
             return "it has a backward pass"
+        self._restore()
+        read = self._read()
+        moved = [each for path in rounded_otherwise if (each := read.get(path)) is not None and each.dtype in NARROW]
+        if moved:
+            given = {id(each): rounded_at_random(each.detach(), each.dtype) for each in moved}
+            try:
+                self._wide = WideTensors(moved, given)
+            except SessionError as error:
+                return str(error)
+            self._snapshot = self._taken()
         self._in_float64 = set()
         return self._called_once(self.narrow)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The models' floating-point tensors that no call has changed, without weights, by path; nothing if they are
+        too large.
+        """
+        self._restore()
+        numbers = _numbers_in(self._models)
+        if sum(each.nbytes for each in numbers.values()) > _MOST_NUMBERS:
+            return {}
+        unchanged = numbers if self._float32 is None else self._float32.known(self._kind, numbers).unchanged
+        return {path: each for path, each in numbers.items() if path in unchanged}
 
     def left_in_16_bits(self) -> list[str]:
         """The dtypes of 16 bits to which the call still rounded, after :meth:`widen_operators`."""
@@ -621,14 +602,14 @@ def _none(name: str, kind: str) -> bool:
 
 
 class TapLister(CountingHandler):
-    """Notes the names of the taps that are reached, in order."""
+    """Notes the names of the taps that are reached, in order, with the kind of the first call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reached: dict[str, None] = {}
+        self.reached: dict[str, str | None] = {}
 
     def take(self, place: CallKey, tags: dict[str, Any], own: torch.Tensor) -> None:
-        self.reached[place[0]] = None
+        self.reached.setdefault(place[0], tags.get("kind"))
 
 
 def _copied(result: Mapping[str, torch.Tensor]) -> NamedTensors:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.ranks.held_call import CallDescription, HeldCall, TapLister, WatchChoice, arguments_by_name
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import HeldCall, TapLister, WatchChoice, arguments_by_name
 from graftlab.ranks.holding import held_call, hold
 from graftlab.ranks.remote_functions import Callee, bind_callee
 from graftlab.ranks.state_snapshot import StateSnapshot

@@ -9,7 +9,8 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from graftlab.errors import SessionError
-from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import HeldCall
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.widening import TrialOfRanks
 from graftlab.taps.calls import here
@@ -124,6 +125,11 @@ def widen_call(
         return held_call().widen(numbers[0], rounded, None, ranks, kept, rounded_otherwise)
     of_ranks = TrialOfRanks(trial, me.rank, me.world_size)
     return held_call().widen(numbers[me.rank], rounded, of_ranks, ranks, kept, rounded_otherwise)
+
+
+def widen_operators(rounded_otherwise: Collection[str]) -> str | None:
+    """Repeat the held call in float64, operator by operator; see :meth:`HeldCall.widen_operators`."""
+    return held_call().widen_operators(rounded_otherwise)
 
 
 def release_call() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from graftlab.base.free_memory import free_bytes
 from graftlab.errors import SessionError
+from graftlab.grafting.in_float64 import MOVES, returns_views, tensors_in
 from graftlab.grafting.self_graft import is_mask
 from graftlab.ranks.state_snapshot import own_part
 from graftlab.taps.untraced import UntracedMode
@@ -171,6 +172,42 @@ class TrialOfRanks(UntracedMode):
     def _post(self, place: str) -> None:
         self._count += 1
         self._store.set(f"{self._rank}/{self._count}", place)
+
+
+class ReadsOf16Bits(UntracedMode):
+    """Notes the operators that round to 16 bits and read a tensor of 16 bits that no operator has computed within it.
+
+    Such a tensor, as a weight of a plain object, was in 16 bits before. ``operators`` has the names of the operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: dict[str, None] = {}
+        self._computed: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if returns_views(func):
+            return result
+        read = {*_memory_of_16_bits([*args, *kwargs.values()])}
+        made = {*_memory_of_16_bits([result])}
+        if not read <= self._computed:
+            if func in MOVES:
+                # Memory may have been that of another tensor.
+                self._computed -= made
+                return result
+            if made:
+                self.operators[func.name()] = None
+        self._computed |= made
+        return result
+
+
+def _memory_of_16_bits(values: Sequence[Any]) -> Iterator[int]:
+    """The addresses of tensors of 16 bits that are more than one number."""
+    for each in tensors_in(values):
+        if each.dtype in NARROW and each.dim() and each.numel() and type(each) in _PLAIN:
+            yield each.untyped_storage().data_ptr()
 
 
 def rounded_at_random(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,8 +21,8 @@ _MOST_SHOWN = 6
 _MEDIANS, _ROUNDINGS, _FEWEST = 4.0, 2.5, 8
 _TO_LOOK = "A run in float32 shows whether it is a mistake."
 _LOOKED = (
-    "In float32, from weights and buffers rounded alike, the sides agree. So it is rounding, of these numbers or in "
-    "the code, and may still be too much."
+    "In {}, from weights and buffers rounded alike, the sides agree. So it is rounding, of these numbers or in the "
+    "code, and may still be too much."
 )
 
 
@@ -55,13 +55,15 @@ class RoundingGroups:
         """Whether the baseline's code at these groups brings the output at least halfway back."""
         return math.isnan(self.total) or self.restored <= self.total / 2
 
-    def sentences(self, in_float32: float | None = None, weights: Sequence[str] = ()) -> list[str]:
+    def sentences(
+        self, in_float32: float | None = None, weights: Sequence[str] = (), looked_in: str = "float32"
+    ) -> list[str]:
         """A verdict's sentences on them.
 
-        ``in_float32`` is the largest ratio of its runs in float32, if they name nothing; ``weights`` are those of the
-        groups that already differ, in words.
+        ``in_float32`` is the largest ratio of its runs in float32, or in the dtype ``looked_in``, if they name nothing;
+        ``weights`` are those of the groups that already differ, in words.
         """
-        look = _TO_LOOK if in_float32 is None else _LOOKED
+        look = _TO_LOOK if in_float32 is None else _LOOKED.format(looked_in)
         first = [f"{self.stands_out} {look}"] if self.stands_out else []
         if not self.groups:
             return first
@@ -81,7 +83,7 @@ class RoundingGroups:
                 "mistake."
             )
         else:
-            why = f"In float32 the sides agree, so only the rounding differs: {how}."
+            why = f"In {looked_in} the sides agree, so only the rounding differs: {how}."
         sentences = [*first, f"{found} {why}"]
         if not math.isnan(self.total):
             now = "bit-equal" if self.restored == 0 else f"off by {self.restored:.2g}"

@@ -167,7 +167,7 @@ def _conclusion(findings: Findings) -> list[str]:
 
 def _rounding(findings: Findings) -> list[str]:
     weights = [findings.weights[each] for group in findings.rounding.groups for each in _weights_of(findings, group)]
-    return findings.rounding.sentences(findings.in_float32, weights)
+    return findings.rounding.sentences(findings.in_float32, weights, findings.looked_in)
 
 
 _ENDINGS = {"culprit": "", "minor": ", without changing the output", "cancels": ", which others cancel"}

@@ -17,7 +17,7 @@ from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
 from graftlab.session import Session

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftlab.__main__ import main
 from graftlab.comparison.chosen_tokens import ChosenToken, _last_rows, chosen_tokens, sentence_on
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 
 CHOOSES = str(Path(__file__).with_name("scripts") / "chooses.py")
 

@@ -104,6 +104,51 @@ def test_a_mistake_below_one_rounding_is_found_where_the_function_makes_its_mode
     assert [*imported.baseline, *imported.target] == [False, False]
 
 
+class Outer(nn.Module):
+    """An MLP of a few layers, which are modules, or plain objects whose weights no run in float32 reaches."""
+
+    def __init__(self, way: str, *, plain: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, layers = nn.Linear(32, 32), nn.LayerNorm(32), [nn.Linear(32, 32) for _ in range(4)]
+        self.to(torch.bfloat16)
+        if plain:
+            self.hidden = [PlainLayer(each, way) for each in layers]
+        else:
+            self.layers = nn.ModuleList(layers).to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if hasattr(self, "hidden"):
+            for layer in self.hidden:
+                x = layer(x)
+        else:
+            for each in self.layers:
+                x = x + F.gelu(each(x))
+        return self.norm(x.to(self.norm.weight.dtype))
+
+
+class PlainLayer:
+    def __init__(self, layer: nn.Linear, way: str) -> None:
+        self.weight, self.bias = layer.weight.detach().bfloat16(), layer.bias.detach().bfloat16()
+        self.approximate = "tanh" if way == "tanh" else "none"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.bfloat16()
+        return x + F.gelu(x @ self.weight.T + self.bias, approximate=self.approximate)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "answer"), [("", "agree"), ("tanh", "differ")])
+def test_weights_out_of_reach_are_no_mistake_and_hide_none(way: str, answer: str) -> None:
+    comparison = gl.compare(partial(Outer, "", plain=False), partial(Outer, way, plain=True), X.bfloat16())
+    with comparison.session:
+        assert comparison.match is None
+        assert comparison.answer == answer
+        assert ("In float64, from the same numbers, they differ:" in comparison.text) is (answer == "differ")
+        assert ("In float64 the sides agree, so only the rounding differs" in comparison.text) is (answer == "agree")
+
+
 class Caching(nn.Module):
     def __init__(self, dtype: torch.dtype, way: str = "") -> None:
         super().__init__()

@@ -38,7 +38,8 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.ranks import holding
-from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.held_functions import FunctionInFile, arguments_of
 from graftlab.ranks.holding import OfCall, ScriptEnd, describe_call, repeat_call
 from graftlab.ranks.state_snapshot import StateSnapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,10 @@ from graftlab.layouts import parse_layout
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import CallDescription, HeldCall
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import WEIGHT, HeldCall
 from graftlab.ranks.held_functions import FunctionInFile, define_call
-from graftlab.ranks.holding import OfCall, repeat_call
+from graftlab.ranks.holding import OfCall, repeat_call, widen_operators
 from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.verdict.findings import Findings, ShownMap
 from graftlab.verdict.rounds_differently import RoundingGroups
@@ -65,6 +67,7 @@ class Runs:
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
         self.state_in_16_bits = Mock(return_value={})
+        self.constants_of_target_alone = Mock(return_value=[])
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
         self.unfit_taps = Mock(return_value=set())
@@ -427,14 +430,39 @@ def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
         assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
 
 
-@pytest.mark.parametrize(("added", "answer"), [(0.0039, "inconclusive"), (0.004, "differ")])
-def test_in_float64_one_rounding_of_what_the_target_alone_has_is_not_blamed(added: float, answer: str) -> None:
-    wide = Verdict(found("attn.o", label="culprit", ratio=9.0, added=added, looked_in="float64"), 5)
-    proposal = Proposal((Pair("attn.o", "x"),), {}, {"rope.cs[kind=param]": "no baseline tap has its values"})
-    said = judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)
-    assert said[0] == answer
-    begins = "The target alone has rope.cs. If these are rounded to 16 bits, as a table that the baseline computes in "
-    assert any(each.startswith(begins) for each in said[1]) is (answer == "inconclusive")
+@pytest.mark.parametrize("looked_in", ["float32", "float64"])
+@pytest.mark.parametrize("constants", [[], ["cos", "sin"]])
+def test_constants_of_the_target_alone_are_rounded_otherwise_where_names_pair(
+    constants: list[str], looked_in: str
+) -> None:
+    wide, other = (
+        Verdict(found("a", label="culprit", ratio=9.0, added=added, looked_in=looked_in), 5) for added in (0.005, 0.04)
+    )
+    runs = Runs(found("a", dtype="bfloat16"))
+    runs.constants_of_target_alone.return_value = constants
+    runs.in_float32 = Mock(side_effect=[wide, other])
+    comparison = runs.judge(held(), held())
+    assert comparison.answer == ("inconclusive" if constants else "differ")
+    assert comparison.remarks[0].startswith("The target alone has cos, sin, in 16 bits. ") is bool(constants)
+    assert runs.in_float32.call_count == (2 if constants else 1)
+
+
+def test_taps_of_16_bits_in_float64_are_given_or_were_looked_at_one_by_one() -> None:
+    # An embedding computes nothing, so that its result stays in 16 bits.
+    wide, narrow = (found("embed", dtype="bfloat16", ratio=0.5, looked_in=each) for each in ("float64", "float32"))
+    answer, remarks = judged(held(), held(), found(dtype="bfloat16"), wide=Verdict(wide, 5))
+    assert (answer, remarks) == ("agree", [])
+    answer, remarks = judged(held(), held(), found(dtype="bfloat16"), wide=Verdict(narrow, 5))
+    assert remarks == ["Not checked: the same call in float32: these compute in 16 bits even then: embed."]
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_where_names_pair_few_taps_in_16_bits_a_failed_look_clears_nothing(alone: int) -> None:
+    runs = Runs(found("a", dtype="bfloat16"))
+    runs.in_float32 = Mock(side_effect=NoCloserLookError("no reason"))
+    more = ("layers.0", "layers.1")[:alone]
+    comparison = runs.judge(held(values=("a", "both", *more)), held(values=("a", "both", "its.own")))
+    assert comparison.answer == ("inconclusive" if alone == 2 else "agree")
 
 
 @pytest.mark.parametrize("alone", [0, 1, 2])
@@ -581,7 +609,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(repeats, "judge", judge)
     narrow, wide = {"x": torch.bfloat16}, {"x": torch.float32, "y": torch.float32}
     numbers, narrow_again = OfCall(HeldCall.numbers), OfCall(HeldCall.narrow)
-    left, in_float64 = OfCall(HeldCall.left_in_16_bits), OfCall(HeldCall.widen_operators)
+    left = OfCall(HeldCall.left_in_16_bits)
     answers: dict[Any, Any] = {
         numbers: ([{"x": ONES}], [{"x": MANY}]),
         narrow_again: ([None], [None]),
@@ -590,12 +618,17 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     }
 
     def run(baseline: Any, target: Any) -> Any:
+        if is_in_float64(baseline):
+            assert (baseline.args, target.args) == (((),), (moved,))
+            return SimpleNamespace(baseline=[None], target=[fails_in_float64])
         ours, theirs = answers.get(baseline, ([None], [fails]))
         return SimpleNamespace(baseline=ours, target=theirs)
 
     session.run.side_effect = run
     session.folder = tmp_path
+    moved: set[str] = set()
     fails: str | None = None
+    fails_in_float64: str | None = "it has a backward pass"
     with pytest.raises(RunError):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     widened = session.run.call_args_list[2].args
@@ -609,7 +642,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert session.run.call_args.args == (narrow_again, narrow_again)
     assert judge.call_count == 1
     # A function's numbers of 16 bits may be out of reach; then its operators compute in float64.
-    answers[in_float64] = ([None], [None])
+    fails_in_float64 = None
     judge.side_effect = None
     judge.return_value = Verdict(found("a"), 3)
     looked = Repeats(session).in_float32(JudgingChoice(), is_first=True)
@@ -617,7 +650,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert looked.findings.looked_in == "float64"
     # Ranks that could run in float32 do not while the others run in float64.
     done = [each.args[0] for each in session.run.call_args_list]
-    assert done[done.index(in_float64) - 1] == narrow_again
+    assert done[next(place for place, each in enumerate(done) if is_in_float64(each)) - 1] == narrow_again
     assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
     assert session.run.call_args.args == (narrow_again, narrow_again)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
@@ -631,13 +664,37 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SessionError, match=exactly("target[0]: no tensor of 16 bits was found")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_args_list[2].args[1].args[0] == [{"x": ONES}, {}]
-    assert in_float64 not in [call.args[0] for call in session.run.call_args_list]
+    assert not any(is_in_float64(call.args[0]) for call in session.run.call_args_list)
     # Ranks without a partner each.
     session.run.reset_mock()
     answers[numbers] = ([{"x": ONES}, {"x": ONES}], [{"x": MANY}] * 4)
     with pytest.raises(NoCloserLookError, match=exactly("the baseline has 2 ranks, and the target 4")):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
     assert session.run.call_count == 1
+    # Nor are constants moved there that are not moved in float32.
+    session.ranks, fails_in_float64 = [1, 2], None
+    answers[numbers], answers[left], moved = ([{"x": ONES}], [{"x": MANY}]), ([[]], [[]]), {"cos", f"cos{WEIGHT}"}
+    Repeats(session).in_float32(JudgingChoice(), is_first=True, rounded_otherwise=["cos"], explain=False)
+    assert judge.call_args.args[1].explain is False
+
+
+def is_in_float64(each: object) -> bool:
+    return isinstance(each, partial) and each.func is widen_operators
+
+
+def test_constants_of_the_target_alone_have_no_partner_and_other_values() -> None:
+    third, half = torch.full((2,), 1 / 3).bfloat16(), torch.full((2,), 0.5).bfloat16()
+    ours = {"table": third, "same.name": half, "inv": torch.ones(2)}
+    theirs = {"cos": half + 1, "renamed": third, "same.name": half + 2, "wide": torch.ones(2) / 7, "paired": half + 3}
+    session = Mock()
+    session.run.return_value = SimpleNamespace(baseline=[ours], target=[theirs])
+    # Without a rule, the plan pairs each name with itself.
+    partners = {"paired": ["inv", None]}
+    session.plan.pairings.side_effect = lambda side, path, tags: [
+        SimpleNamespace(baseline_name=each) for each in partners.get(path, [path])
+    ]
+    assert Repeats(session).constants_of_target_alone() == ["cos"]
+    assert session.plan.pairings.call_args.args[0] == "target"
 
 
 def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() -> None:

@@ -18,7 +18,7 @@ from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.comparison.started_scripts import _not_seeded, how_started
 from graftlab.errors import SessionError
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd
 from graftlab.verdict.findings import Findings

@@ -21,7 +21,7 @@ from graftlab.errors import RunError
 from graftlab.judging.started_runs import RecordedSteps
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.judging.verdict_runs import VerdictAbandoned
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd, held_unit
 from graftlab.ranks.recorded_step import RecordSummary

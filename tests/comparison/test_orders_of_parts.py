@@ -11,7 +11,7 @@ import torch
 from graftlab.comparison.answers import Answer, ReasonedAnswer
 from graftlab.comparison.held_calls import _in_order_of_parts
 from graftlab.comparison.orders_of_parts import order_of_parts
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 
 IDS = torch.arange(16).reshape(2, 8)
 ZIGZAG = [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graftlab.comparison.other_work import given_other_tokens, other_batch, other_tokens
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 
 
 def given(*tokens: int, rows: int = 1, **more: Any) -> CallDescription:

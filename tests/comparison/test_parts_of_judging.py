@@ -23,7 +23,8 @@ from graftlab.comparison.repeats import _part_near, _unequal_numbers, described,
 from graftlab.diffs.results import ResultDifference, written_path
 from graftlab.errors import SessionError, WaitInterrupted
 from graftlab.plan.pairs import PairRule
-from graftlab.ranks.held_call import WEIGHT, CallDescription
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import WEIGHT
 from graftlab.verdict.findings import Findings
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from graftlab.jobs.held_script import uncompared_calls
 from graftlab.jobs.script_launcher import ScriptSettings
 from graftlab.jobs.script_process import ScriptCommand
 from graftlab.jobs.script_rank import leave
-from graftlab.ranks.held_call import CallDescription
+from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
 from graftlab.verdict.added import COLUMNS

@@ -15,7 +15,8 @@ from torch import nn
 import graftlab as gl
 from graftlab.errors import SessionError
 from graftlab.ranks import held_functions, holding
-from graftlab.ranks.held_call import CallDescription, HeldCall, WatchChoice
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.held_call import HeldCall, WatchChoice
 from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
 from graftlab.ranks.held_update import HeldUpdate
 from graftlab.ranks.holding import drop_call

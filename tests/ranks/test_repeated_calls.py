@@ -18,7 +18,9 @@ from graftlab.diffs.results import NamedTensors
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call, holding
-from graftlab.ranks.held_call import WEIGHT, CallDescription, HeldCall, WatchChoice, arguments_by_name
+from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.float32_state import Float32State
+from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice, arguments_by_name
 from graftlab.ranks.holding import (
     ScriptEnd,
     describe_call,
@@ -400,6 +402,76 @@ def test_numbers_of_16_bits_are_moved_by_a_few_roundings_in_float32() -> None:
     held.narrow()
     assert 0 < apart < 20 * roundoff("bfloat16")
     assert torch.equal(held()[""], held()[""])
+
+
+@pytest.mark.parametrize(
+    ("reads", "operator"),
+    [
+        (lambda hidden, x: nn.functional.linear(x.bfloat16(), hidden.T[:2]), "aten::mm"),
+        # Its result is that table's, and no operator's.
+        (lambda hidden, x: nn.functional.embedding(torch.tensor([1]), hidden) / 3, "aten::div.Tensor"),
+        (lambda hidden, x: hidden.mul_(1)[:1], "aten::mul_.Tensor"),
+        # Numbers that are converted first are exact, and those that an operator has computed are the call's.
+        (lambda hidden, x: x * hidden[0].to(x.dtype), None),
+        (lambda hidden, x: (x / 3).bfloat16() * 3, None),
+    ],
+)
+def test_operators_that_round_and_read_16_bits_out_of_reach_are_not_in_float32(
+    reads: Any, operator: str | None
+) -> None:
+    model, hidden = net().bfloat16(), torch.full((2, 2), 1 / 3, dtype=torch.bfloat16)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    # Kept in a function, as a plain object's weight is.
+    held = of(lambda: model(reads(hidden, x).to(model[0].weight.dtype)), model, x=x)
+    why = f"{operator} round to 16 bits even then, and read numbers that are out of reach"
+    assert held.widen({}, {}) == (operator and why)
+    assert model[0].weight.dtype == (torch.float32 if operator is None else torch.bfloat16)
+    held.end()
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> None:
+    model, x = net(), torch.ones(2)
+    model.table = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    held = of(lambda: model(x * model.table.float()), model, x=x)
+    assert held.constants().keys() == {"table"}
+    assert held.widen_operators() is None
+    plain = held()[""]
+    held.narrow()
+    assert held.widen_operators(["table", "unknown"]) is None
+    apart = float((held()[""] - plain).detach().norm() / plain.detach().norm())
+    held.narrow()
+    assert 0 < apart < 20 * roundoff("bfloat16")
+    assert torch.equal(model.table, torch.full((2,), 1 / 3, dtype=torch.bfloat16))
+    assert held.widen_operators() is None
+    assert torch.equal(held()[""], plain)
+    held.end()
+
+
+def test_constants_are_what_no_call_has_changed() -> None:
+    model, known = net(), Float32State()
+    model.table, model.cache = torch.ones(2), torch.ones(2)  # type: ignore[assignment]
+    assert of(lambda: None, model).constants().keys() == {"table", "cache"}
+    for _ in range(2):
+        held = HeldCall(lambda: None, {"": model}, {"x": torch.ones(1)}, WatchChoice(), float32=known)
+        model.cache = torch.zeros(2)  # type: ignore[assignment]
+    assert held.constants().keys() == {"table"}
+
+
+def test_too_many_constants_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    model.table = torch.ones(2)  # type: ignore[assignment]
+    monkeypatch.setattr(held_call, "_MOST_NUMBERS", 8)
+    assert of(lambda: None, model).constants().keys() == {"table"}
+    monkeypatch.setattr(held_call, "_MOST_NUMBERS", 7)
+    assert of(lambda: None, model).constants() == {}
+
+
+def test_a_description_names_the_taps_of_what_modules_return() -> None:
+    model, x = net(), torch.ones(2)
+    described = of(lambda: model(x), model, x=x).describe()
+    assert set(described.values) < set(described.taps)
+    assert set(described.values) == {"0", "1", "2", "output"}
 
 
 def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:

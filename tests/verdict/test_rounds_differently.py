@@ -93,6 +93,11 @@ def test_sentences_agree_in_number_and_name_what_the_groups_explain() -> None:
         "precision."
     )
     assert "In float32 the sides agree" in one.sentences(1.0)[0]
+    assert "In float64 the sides agree" in one.sentences(1.0, looked_in="float64")[0]
+    assert RoundingGroups(stands_out="x adds more.").sentences(1.0, looked_in="float64") == [
+        "x adds more. In float64, from weights and buffers rounded alike, the sides agree. So it is rounding, of these "
+        "numbers or in the code, and may still be too much."
+    ]
     assert one.sentences(weights=["x.bias (rel_l2 0.01)"])[0].endswith(
         "always are. That may be because of weights that already differ: x.bias (rel_l2 0.01)."
     )
