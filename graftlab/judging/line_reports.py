@@ -36,6 +36,9 @@ def lines_of(
         ("baseline", _with_counterpart(on_baseline, on_target if cure is None else [])),
     ]
     if cure is not None:
+        if cure.reader is not None:
+            # Before values that the target alone computes elsewhere, which may be right.
+            on_target.insert(0, LostOperation(cure.reader, has_equal_inputs=True, follows_inputs=True))
         for side, lost in sides:
             if side == cure.side:
                 lost.insert(0, LostOperation(cure.operation, has_equal_inputs=True, follows_inputs=True))

@@ -31,8 +31,8 @@ class Remedy:
     ``side`` is the line's side, ``operation`` one of its operations, with that line first among the frames. ``passed``
     leaves out operations that only the target has: they return a value, by its number, unchanged. ``fed`` puts in what
     the target lacks: these operations read the result of the baseline's operation ``partner`` instead of a value, by
-    its number. ``grafted`` are operations whose result is replaced by that of a baseline's operation. ``is_certain``
-    means that the values prove it without a run.
+    its number; ``reader`` is the first of them. ``grafted`` are operations whose result is replaced by that of a
+    baseline's operation. ``is_certain`` means that the values prove it without a run.
     """
 
     side: Side
@@ -40,6 +40,7 @@ class Remedy:
     passed: Mapping[int, int] = field(default_factory=dict)
     fed: Mapping[int, int] = field(default_factory=dict)
     partner: int | None = None
+    reader: TracedOperation | None = None
     grafted: Mapping[int, int] = field(default_factory=dict)
     is_certain: bool = False
 
@@ -138,7 +139,8 @@ def _with_lacking(baseline: LostPart, target: LostPart, tolerance: float) -> Ite
             readers = {each.index: n for each in target.lost for n in each.inputs if n in alike}
             if readers:
                 reads = any(each.index in readers and each.call in after for each in target.lost)
-                yield reads, Remedy("baseline", region.operation, fed=readers, partner=region.last.index)
+                first = next(each for each in target.lost if each.index == min(readers))
+                yield reads, Remedy("baseline", region.operation, fed=readers, partner=region.last.index, reader=first)
             elif not computing and target.trace.result in alike and _makes_all(region, baseline, tolerance):
                 yield True, Remedy("baseline", region.operation, is_certain=True)
 

@@ -179,7 +179,7 @@ def _sentence_on(findings: Findings, groups: Sequence[str]) -> str:
         words = origin_in_words(alike)
         worst = _worst_of(findings, groups)
         details = "; ".join([words.right, _details(findings, worst)])
-        what = f"{_clause(findings, words.subject, worst)}{words.between} ({details})"
+        what = f"{_clause(findings, words.subject, worst, is_before=True)}{words.between} ({details})"
         unsure = words.unsure
     elif len(groups) == 1:
         what = _one_group(findings, groups[0])
@@ -421,21 +421,35 @@ def _one_group(findings: Findings, group: str) -> str:
 
 
 def _clause(
-    findings: Findings, subject: str, group: str, is_right: bool = False, may_be_its_input: bool = False
+    findings: Findings,
+    subject: str,
+    group: str,
+    is_right: bool = False,
+    may_be_its_input: bool = False,
+    is_before: bool = False,
 ) -> str:
-    """The clause that the subject is wrong, and where in the group."""
+    """The clause that the subject is wrong, and where in the group, or ``is_before`` it."""
     where, verb, copula = _where(findings, group), "differs", "is"
+    members = _layers(*_over(findings, group)) if is_before else ""
+    if members.startswith((" in member ", " in members ")):
+        # Unlike a layer, such a member does not contain what is before it, and the details name it.
+        where = _without(members, where)
     if subject == "*":
         # The members of a model that is an nn.Sequential; a star alone is no name.
         members = _layers(*_over(findings, group))
         subject = f"The model's{members.removeprefix(' in')}"
-        where = where.removeprefix(members)
-        where = f" in{where.removeprefix(' and')}" if where.startswith(" and") else where
+        where = _without(members, where)
         if members.startswith(" in members"):
             verb, copula = "differ", "are"
     if may_be_its_input:
         subject += " or their inputs" if copula == "are" else " or its input"
     return f"{subject} {verb if is_right else f'{copula} computed differently'}{where}"
+
+
+def _without(members: str, where: str) -> str:
+    """Where a group is wrong, without the ``members`` that it begins with."""
+    where = where.removeprefix(members)
+    return f" in{where.removeprefix(' and')}" if where.startswith(" and") else where
 
 
 def _where(findings: Findings, group: str) -> str:

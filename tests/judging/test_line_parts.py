@@ -347,7 +347,7 @@ def test_lines_that_appeared_later_are_shown_only_where_none_is_confirmed(search
     # Without the parts of other ranks, right values seem to be lost.
     assert shown() == []
     assert shown(confirmed={1}) == [(1, True)]
-    cured = SimpleNamespace(side="target", operation=_traced(3), is_one_sided=False)
+    cured = SimpleNamespace(side="target", operation=_traced(3), is_one_sided=False, reader=None)
     assert shown(cure=cured) == [(3, True), (1, False)]
 
 

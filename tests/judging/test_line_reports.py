@@ -385,7 +385,7 @@ def test_a_random_draw_is_confirmed_only_if_it_reads_something() -> None:
 @pytest.mark.parametrize("side", ["target", "baseline"])
 @pytest.mark.parametrize("is_one_sided", [True, False])
 def test_a_cure_leads_its_side_and_later_lines_are_left_out(side: str, is_one_sided: bool) -> None:
-    cure: Any = SimpleNamespace(operation=operation(5), side=side, is_one_sided=is_one_sided)
+    cure: Any = SimpleNamespace(operation=operation(5), side=side, is_one_sided=is_one_sided, reader=None)
     before = on_both([lost(1), lost(2, is_later=True)], [lost(8)])
     found = lines_of(call(before=before, cure=cure))
     of_side = [each for each in found if each.side == side]
@@ -393,6 +393,16 @@ def test_a_cure_leads_its_side_and_later_lines_are_left_out(side: str, is_one_si
     assert [(each.confirmed, each.is_only_here) for each in of_side] == [(True, is_one_sided), (False, False)]
     (other,) = (each for each in found if each.side != side)
     assert (other.confirmed, other.is_only_here) == (False, False)
+
+
+def test_what_reads_the_result_of_a_lacking_operation_comes_before_values_of_the_target_alone() -> None:
+    cure: Any = SimpleNamespace(operation=operation(8), side="baseline", is_one_sided=True, reader=operation(6))
+    found = lines_of(call(before=on_both([lost(1)], [lost(8)]), cure=cure))
+    assert places(found) == [("target", 6), ("target", 1), ("baseline", 8)]
+    assert [each.confirmed for each in found] == [False, False, True]
+    # Once, also if it is lost itself.
+    found = lines_of(call(before=on_both([lost(1), lost(6)], [lost(8)]), cure=cure))
+    assert places(found) == [("target", 6), ("target", 1), ("baseline", 8)]
 
 
 def test_a_line_of_two_calls_of_a_group_is_reported_once_where_the_first_has_it() -> None:

@@ -117,6 +117,8 @@ def test_an_operation_of_only_the_target_is_left_out(baseline: Function, target:
 def test_an_operation_that_the_target_lacks_is_put_in(baseline: Function, target: Function, line: str) -> None:
     helping = [each for each in remedies(baseline, target) if cures(each, baseline, target)]
     assert {(each.side, each.operation.frames[0].source) for each in helping} == {("baseline", line)}
+    assert all(each.reader is not None and each.reader.index == min(each.fed) for each in helping)
+    assert all(each.reader is None for each in remedies(target, baseline) if each.side == "target")
 
 
 def test_a_last_operation_that_the_target_lacks_needs_no_run() -> None:

@@ -26,7 +26,7 @@ from graftlab.verdict.lines import (
     notes_on,
 )
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigins
+from graftlab.verdict.origins import NOT_EXAMINED, ErrorOrigin, ErrorOrigins
 from graftlab.verdict.rounds_differently import LABEL, RoundingGroups
 from graftlab.verdict.wording import ADD_TAPS, _is_coarse, _ranks, _sentence_groups, text_of
 
@@ -239,6 +239,27 @@ def test_a_module_whose_inputs_were_not_compared_is_named_with_its_input() -> No
     found = text(*members, of="*")
     assert found.startswith("The model's members 1-2 of 0-3 or their inputs are computed differently (")
     assert "The inputs of a member of the model were not compared" in found
+
+
+def test_what_is_wrong_before_a_member_is_not_in_it() -> None:
+    def text(group: str, *taps: dict[str, Any]) -> str:
+        name = group.replace("*", "1")
+        origin = ErrorOrigin(
+            group, name, 0, 0, 0, False, {"target": "net", "baseline": "model"}, (name,),
+            given_to=name, arguments=("first",), before=("embed",),
+        )  # fmt: skip
+        frame = pd.DataFrame(list(taps), columns=list(COLUMNS))
+        return text_of(Findings(frame, 5.0, 1, origins=ErrorOrigins((origin,)))).splitlines()[0]
+
+    def taps(name: str) -> list[dict[str, Any]]:
+        return [tap(name.format(n), 900.0 if n == 1 else 1.0) for n in range(3)]
+
+    assert text("head.*", *taps("head.{}")).startswith(
+        "net is computed differently, between embed and head.* (head.* itself is right; added "
+    )
+    assert text("layers.*.o", *taps("layers.{}.o")).startswith(
+        "net is computed differently in layer 1 of 0-2, between embed and layers.*.o ("
+    )
 
 
 def test_members_of_a_list_are_not_layers() -> None:
