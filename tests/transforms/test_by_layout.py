@@ -375,15 +375,17 @@ def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> No
     assert torch.equal(received, WHOLE.T)
 
 
-def test_elements_outside_a_layout_stay_the_receivers_own() -> None:
-    pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_outside_a_layout_stay_the_receivers_own(dtype: torch.dtype) -> None:
+    pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0, dtype=dtype)
     rest: dict[str, Any] = {"pair": pair, "whole": "target", "recv_world_size": 2}
     rows = rank_layout(torch.ones(2, 6), None, 1) or RankLayout(Layout(), (2, 6))
     given = GraftTransformInput(
         {"name": "x"}, [WHOLE[2:]], [None], mine, received_layouts=[rows], senders=[0], send_world_size=1, **rest
     )
     outcome = _by_layout(given)
-    assert torch.equal(outcome.value, torch.cat([mine[:2], WHOLE[2:]]))
+    assert outcome.value.dtype is dtype
+    assert torch.equal(outcome.value, torch.cat([mine[:2], WHOLE[2:].to(dtype)]))
     assert outcome.known is not None
     assert outcome.known.tolist() == [[False] * 6] * 2 + [[True] * 6] * 2
     assert outcome.layout == f"{pair} => inferred"
