@@ -92,6 +92,12 @@ def test_without_room_on_the_disk_the_record_takes_memory(monkeypatch: pytest.Mo
     found = graft_self(lambda: gl.tap("x", torch.linspace(0.5, 2.0, 10)), None, budget=1 << 20)
     assert [each.name for each in found.added] == ["x"]
     assert not found.not_repeated
+    # The record does not keep the graph of what it was computed with.
+    recorder = SelfGraftRecorder(1 << 20)
+    recorder.take(("x", (), "none", 0), {"name": "x"}, torch.ones(2, requires_grad=True) * 2)
+    (record,) = recorder.taps.values()
+    assert isinstance(record.value, torch.Tensor)
+    assert not record.value.requires_grad
 
 
 def test_a_record_travels_with_its_values() -> None:

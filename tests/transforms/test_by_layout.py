@@ -103,6 +103,16 @@ def test_layout_known_only_from_shapes_is_called_inferred() -> None:
     assert told([whole], torch.zeros(8), None) is None
 
 
+def test_only_a_layout_that_differs_counts_as_what_aligned_the_tensors() -> None:
+    same = rank_layout(WHOLE, "same", 1)
+    given = GraftTransformInput({"name": "x"}, [WHOLE], [None], WHOLE, received_layouts=[same], layout=same)
+    outcome = _by_layout(given)
+    assert (outcome.layout, outcome.aligned_by) == (None, None)
+    turned = rank_layout(WHOLE, "a b -> b a", 1)
+    outcome = _by_layout(dataclasses.replace(given, layout=turned, target=WHOLE.T))
+    assert (outcome.layout, outcome.aligned_by) == ("same => a b -> b a", "layout")
+
+
 def test_dimension_names_on_one_side_do_not_describe_the_other() -> None:
     named = rank_layout(torch.ones(2, 3), "s d", 1)
     assert named is not None
