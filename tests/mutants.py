@@ -212,8 +212,9 @@ class Trial:
         noticed = found or self._collected.first_failure(fault.path, original, original, ["tests/test_layout.py"])
         selections = []
         if found is None:
-            # Any import of the module shows what keeps it from being imported; no test has that import to itself.
-            selections = [["-m", FAST, "tests/test_public_names.py", "tests/test_interfaces.py"]]
+            # Any import of the module shows what keeps it from being imported, and no line shows which tests read a
+            # table or a default.
+            selections = [["-m", FAST, "tests/test_public_names.py", "tests/test_interfaces.py", folder]]
             selections += [chosen] if chosen else []
         if not self._fast:
             selections.append(["-m", SLOW, folder])
