@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from kit.grafters import GrafterWorld
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.grafting.self_graft import graft_self
@@ -51,6 +52,19 @@ def test_a_spilled_tensor_comes_back_with_its_values_and_arrangement(tensor: tor
     read, clone = stored.read(), tensor.clone()
     assert (read.dtype, read.shape, read.stride()) == (clone.dtype, clone.shape, clone.stride())
     assert read.float().equal(clone.float()) if not read.is_complex() else read.equal(clone.resolve_conj())
+
+
+def test_what_the_system_writes_or_reads_in_parts_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[:7], place))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, place: read(file, [parts[0][:5]], place))
+    file = SpillFile()
+    stored = file.store(torch.arange(6.0))
+    assert stored.read().equal(torch.arange(6.0))
+    os.truncate(file.descriptor, 20)
+    said = "a temporary file with the record of a run is shorter than what was written to it"
+    with pytest.raises(OSError, match=exactly(said)):
+        stored.read()
 
 
 def test_a_spilled_tensor_comes_back_on_its_device() -> None:
