@@ -204,15 +204,18 @@ class Trial:
         folder = tests_of_room(room_of(fault))
         lines = lines_that_reach(fault.path, fault.line)
         chosen = self._by_line.of(fault.path, lines, folder, self._budget)
-        # A function that runs on import runs in no test.
+        # A function that runs on import, such as a decorator, runs in no test: only a new process shows what it makes.
+        is_of_import = not chosen
         chosen = chosen or self._by_line.of(fault.path, whole_file(fault.path), folder, self._budget / 4)
-        found = self._collected.first_failure(fault.path, original, changed, chosen)
+        found = None if is_of_import else self._collected.first_failure(fault.path, original, changed, chosen)
         # Reads the files alone.
         noticed = found or self._collected.first_failure(fault.path, original, original, ["tests/test_layout.py"])
         selections = []
         if found is None:
-            # Any import of the module shows what keeps it from being imported; no test has that import to itself.
-            selections = [["tests/test_public_names.py"], *([chosen] if chosen else [])]
+            # Any import of the module shows what keeps it from being imported, and no line shows which tests read a
+            # table or a default.
+            selections = [["-m", FAST, "tests/test_public_names.py", "tests/test_interfaces.py", folder]]
+            selections += [chosen] if chosen else []
         if not self._fast:
             selections.append(["-m", SLOW, folder])
         return noticed or next((found for tests in selections if (found := first_failure(tests))), "")

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.command_options import options_of_commands
 
 import graftlab as gl
-from graftlab import __main__ as command_line
 from graftlab import control, judging
-from graftlab.magics import subcommands
 from graftlab.magics.magics import _cluster_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -65,6 +64,7 @@ STATED: list[tuple[str, str, dict[str, Any]]] = [
     ("sessions", "while all together exceed 10 GiB", {"control.past_runs._GIB": 10.0}),
     ("attach", "a vanished machine after 20 seconds", {"exchange.tcp.PING_TIMEOUT": 20.0}),
     ("ray", "the notebook waits one second, for all ranks", {"remote.remote_rank_handle._END_LIMIT": 1.0}),
+    ("scale", "A session has at most 512 ranks", {"base.world.MAX_RANKS": 512}),
     ("architecture", "if an interrupt has not freed it after 1.5 seconds", {"control.runs._GRACE": 1.5}),
 ]
 
@@ -76,14 +76,6 @@ def test_a_number_that_a_page_states_is_the_number_in_the_code(on: str, stated: 
     for path, value in constants.items():
         module, _, name = path.rpartition(".")
         assert getattr(importlib.import_module(f"graftlab.{module}"), name) == value, path
-
-
-def options_of_commands() -> Iterator[tuple[str, argparse.Action]]:
-    _, commands = command_line._parsers()
-    for name, parser in commands.items():
-        yield from ((f"graftlab {name}", action) for action in parser._actions)
-    for name, command in subcommands.COMMANDS.items():
-        yield from ((f"%graft {name}", action) for action in command.parser._actions)
 
 
 def test_the_default_that_a_help_text_states_is_the_default_of_the_option() -> None:

@@ -78,11 +78,11 @@ class TracedOperation:
     frames: tuple[SourceFrame, ...]
     only_arranges: bool
     is_random: bool
-    step: int = 0
-    arguments: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    is_collective: bool = False
-    written_parts: tuple[WrittenPart, ...] = ()
+    step: int
+    arguments: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_collective: bool
+    written_parts: tuple[WrittenPart, ...]
 
     @classmethod
     def of(cls, operation: Operation) -> TracedOperation:

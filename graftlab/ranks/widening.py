@@ -112,7 +112,8 @@ def _dtypes_in(values: Iterable[Any]) -> Iterator[torch.dtype]:
     for each in values:
         if isinstance(each, torch.Tensor):
             yield each.dtype
-        elif isinstance(each, (list, tuple)):
+        elif isinstance(each, list):
+            # Operators get all their sequences as lists.
             yield from _dtypes_in(each)
 
 

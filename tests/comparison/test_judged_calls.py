@@ -631,6 +631,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     fails_in_float64: str | None = "it has a backward pass"
     with pytest.raises(RunError):
         Repeats(session).in_float32(JudgingChoice(), is_first=True)
+    assert judge.call_args.args[1].explain is True
     widened = session.run.call_args_list[2].args
     assert [each.args[:2] for each in widened] == [([{}], {}), ([{"x": ONES}], narrow)]
     assert widened[0].args[2] != widened[1].args[2]

@@ -266,3 +266,12 @@ def test_the_sizes_of_a_run_are_known_from_the_first_run_with_them(tmp_path: Pat
     assert [sizes_of(tmp_path, run) for run in (5, 6)] == [None, (2, 2)]
     (tmp_path / "session.json").write_text('{"ranks": 3')
     assert sizes_of(tmp_path, 6) is None
+
+
+def test_a_folder_may_be_given_from_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    store = RowStore(tmp_path / "run")
+    store.append([encode(row(0, 1, "a", 0.0))])
+    store.close()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert gl.load_run("~/run").folder == tmp_path / "run"

@@ -18,6 +18,7 @@ from graftlab.control.rank_output import RankOutput
 from graftlab.control.run_state import RunState
 from graftlab.errors import SessionError
 from graftlab.ranks.messages import AskPostMortem, DisplayData, LiveOutput, Output, PostMortem, RunDone
+from graftlab.session import Session
 
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,9 @@ def test_a_debugger_command_goes_to_one_rank() -> None:
     assert asked == [(ranks[1], AskPostMortem("p x"), PostMortem)]
     with pytest.raises(SessionError, match=r"'target' is more than one rank; name one of target\[0\], target\[1\]"):
         post_mortem(ranks[1:], "target", "w", ask)  # type: ignore[arg-type]
+    session: Any = SimpleNamespace(select={"target[0]": ranks[1:2]}.__getitem__, _ask=ask)
+    assert Session.post_mortem(session, "target[0]", "w") == "the answer"
+    assert asked[-1] == (ranks[1], AskPostMortem("w"), PostMortem)
 
 
 @pytest.mark.parametrize("end", ["q", "quit", "exit", EOFError(), KeyboardInterrupt()])

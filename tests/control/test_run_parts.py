@@ -182,6 +182,10 @@ def test_filters_that_matched_nothing_are_known_once_the_run_has_ended() -> None
     assert any("b2t matched no tap in this run: " in line for line in run.summary)
     state.remarks.append("a remark")
     assert run.summary[0] == "a remark"
+    # The plan that was in force when the run began counts.
+    run, state, ranks = run_of(row("a", plan_version=1), plans=lambda: plans)
+    ends(state, ranks)
+    assert "b2t" in run.unmatched
 
 
 def test_calls_that_one_rank_lacks_are_in_the_summary() -> None:

@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from kit.grafters import GrafterWorld
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.grafting.self_graft import graft_self
@@ -53,6 +54,19 @@ def test_a_spilled_tensor_comes_back_with_its_values_and_arrangement(tensor: tor
     assert read.float().equal(clone.float()) if not read.is_complex() else read.equal(clone.resolve_conj())
 
 
+def test_what_the_system_writes_or_reads_in_parts_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[:7], place))
+    monkeypatch.setattr(os, "preadv", lambda file, parts, place: read(file, [parts[0][:5]], place))
+    file = SpillFile()
+    stored = file.store(torch.arange(6.0))
+    assert stored.read().equal(torch.arange(6.0))
+    os.truncate(file.descriptor, 20)
+    said = "a temporary file with the record of a run is shorter than what was written to it"
+    with pytest.raises(OSError, match=exactly(said)):
+        stored.read()
+
+
 def test_a_spilled_tensor_comes_back_on_its_device() -> None:
     stored = SpillFile().store(torch.arange(6.0).view(2, 3).T)
     read = dataclasses.replace(stored, device=torch.device("meta")).read()
@@ -92,6 +106,12 @@ def test_without_room_on_the_disk_the_record_takes_memory(monkeypatch: pytest.Mo
     found = graft_self(lambda: gl.tap("x", torch.linspace(0.5, 2.0, 10)), None, budget=1 << 20)
     assert [each.name for each in found.added] == ["x"]
     assert not found.not_repeated
+    # The record does not keep the graph of what it was computed with.
+    recorder = SelfGraftRecorder(1 << 20)
+    recorder.take(("x", (), "none", 0), {"name": "x"}, torch.ones(2, requires_grad=True) * 2)
+    (record,) = recorder.taps.values()
+    assert isinstance(record.value, torch.Tensor)
+    assert not record.value.requires_grad
 
 
 def test_a_record_travels_with_its_values() -> None:

@@ -334,6 +334,28 @@ def test_host_parts_between_graphs_keep_their_places_at_every_replay(
         assert {name: rows[step, name].mean_target for name in own} == own
 
 
+@ways
+def test_a_host_parts_result_that_the_graph_changes_in_place_is_kept_as_it_was(
+    grafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = rank_of(monkeypatch, b2t="name in ('mid', 'late')")
+    graph = CapturedFunction(sizes(1), WantedTaps(grafts), CpuCapturer())  # type: ignore[arg-type]
+    host = graph.on_host(lambda x: x * 10)
+
+    def function(x: Tensor) -> Tensor:
+        h = host(x)
+        h += gl.tap("mid", x)
+        return h + gl.tap("late", x)
+
+    buffer = torch.zeros(1)
+    graph.capture(lambda: (function(buffer),))
+    for value in (1.0, 2.0):
+        for name in ("mid", "late"):
+            world.baseline.tap(name, torch.full((1,), 7.0))
+        assert on(buffer, graph, value)[0] == [10 * value + 14]
+        world.step()
+
+
 def test_a_tap_that_would_be_grafted_both_ways_is_wanted_so_that_its_error_is_raised() -> None:
     wanted = [_is_wanted(each) for each in (Action(), Action("b2t"), Action("t2b", graft=True), Action(overlap=True))]
     assert wanted == [False, True, True, True]

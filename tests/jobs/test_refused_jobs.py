@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from graftlab.errors import GraftError, MessageError, SessionError
 from graftlab.jobs import session_server
-from graftlab.jobs.handshake import JoinRequest
+from graftlab.jobs.handshake import JoinRequest, RequestRefused, pack_handshake, unpack_handshake
 from graftlab.jobs.session_server import SessionServer
 
 
@@ -80,3 +81,28 @@ def test_a_rank_of_another_sessions_run_is_refused_once_this_session_has_ranks()
     assert (refused.settings, refused.again) == (False, False)
     # A session that took over the ranks of an earlier one, the rank's own, and one without ranks.
     assert objection(True) is objection(False, "session") is objection(False, alone=True) is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "kind"),
+    [
+        (b"no handshake", "a message that begins with b'no h' is not a handshake of graftlab", MessageError),
+        (b"", "0 bytes are not a handshake of graftlab", MessageError),
+        (None, "wire version 2", SessionError),
+    ],
+)
+def test_a_far_process_learns_why_its_first_message_was_not_read(
+    frame: bytes | None, error: str, kind: type[GraftError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if frame is None:
+        with monkeypatch.context() as other:
+            other.setattr("graftlab.jobs.handshake.WIRE_VERSION", 2)
+            frame = pack_handshake(RequestRefused("of another release", settings=False))
+    sent: list[bytes] = []
+    far: Any = SimpleNamespace(send=sent.append)
+    with pytest.raises(kind, match=error):
+        SessionServer._accept_tcp(server(), far, frame)
+    (answer,) = map(unpack_handshake, sent)
+    assert answer.error.startswith("the handshake could not be read: ")
+    assert error in answer.error
+    assert (answer.settings, answer.again) == (False, False)

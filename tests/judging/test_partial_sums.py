@@ -308,6 +308,9 @@ def test_most_calls_of_a_group_must_add_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert found(0, 0.5, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
     assert found(0, 0.5, 0.5) == {}
     assert found(0, 0.5) == {}
+    # The first three calls of the group are mostly wrong, and those that seem right decide.
+    five = [f"layers.{layer}.down" for layer in range(5)]
+    assert found(0.5, 0.5, 0, 0, 0) == {"layers.*.down": Summands(five, five[:2])}
     # The mean of this one is right.
     turned = other - 0.01 * (other - other.mean())
     wrong: dict[str, tuple[torch.Tensor, torch.Tensor]] = {names[1]: (one, turned)}

@@ -21,6 +21,7 @@ from graftlab.judging.judgement import Judgement
 from graftlab.judging.measurement import Measurement
 from graftlab.judging.mechanisms import LentWeights
 from graftlab.judging.naming import Naming, name_groups
+from graftlab.judging.partial_sums import Summands
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.first_step import FirstDifference
 from graftlab.verdict.gradient_scaling import GradientScaling
@@ -716,6 +717,24 @@ def test_calls_that_do_not_pair_are_left_out_where_a_result_is_compared(measured
 
         measured.runs.both = returns_nothing
         assert not is_left_out()
+
+
+def test_each_kind_of_tap_that_was_left_out_has_its_sentence(measured: Made) -> None:
+    without = measurement_of(measured)
+    assert without.not_compared == []
+    without.split = {("q", None): {"baseline": 1, "target": 2}}
+    without.sums = {"a": Summands(["a"], [])}
+    without.parts = {"w@param_grad": ["w"]}
+    without.averages = ["loss"]
+    without.undone = {"e": {"e": 2.0}}
+    begins = [sentence.partition(":")[0] for sentence in without.not_compared]
+    assert begins == [
+        "1 tap (q)",
+        "a",
+        "the gradients of the weight w",
+        "loss on each rank of the target",
+        "e (2 times)",
+    ]
 
 
 def test_partial_sums_are_sought_where_module_inputs_show_and_nothing_failed(

@@ -131,6 +131,13 @@ def test_a_last_operation_that_the_target_lacks_needs_no_run() -> None:
     # Two operations on two lines: neither alone is what the target lacks.
     assert not any(each.is_certain for each in remedies(lambda x: halved(x).sin(), project))
 
+    def sorted_later(x: Tensor) -> Tensor:
+        h = project(x) / 2
+        return h.roll(1, 0)
+
+    # The first of two has all of the result's numbers, in another order.
+    assert not any(each.is_certain for each in remedies(sorted_later, project))
+
 
 def test_a_line_that_computes_in_another_order_is_replaced_as_a_whole() -> None:
     def inside(x: Tensor) -> Tensor:

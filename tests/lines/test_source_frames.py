@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,21 @@ def test_callers_follow_only_the_line_that_made_the_operation_itself() -> None:
 
     assert shown(helper, model, caller) == [(2, -1), (1, 10), (3, 30)]
     assert shown(model, caller) == [(2, 20), (3, 30)]
+
+
+def test_a_stack_of_torchs_modules_alone_leaves_out_what_only_calls_them() -> None:
+    found: list[list[str]] = []
+
+    class Shown(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *given: Any, **more: Any) -> Any:
+            entries = stack_entries(sys._getframe(1))
+            found.append([Path(each.code.co_filename).name for each in entries])
+            return super().__torch_function__(*given, **more)
+
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    # A new thread has no code of the user on its stack.
+    thread = threading.Thread(target=model, args=(torch.ones(1, 2).as_subclass(Shown),))
+    thread.start()
+    thread.join()
+    assert found[-1] == ["linear.py"]

@@ -857,6 +857,15 @@ def test_zeros_and_non_finite_cells_have_colours_outside_the_scale() -> None:
     assert legend(figure) == ["worst element", "0 (exact)", "non-finite differs"]
 
 
+@pytest.mark.parametrize(("wrong", "crossed"), [(400, 400), (401, 0)])
+def test_non_finite_cells_are_crossed_unless_there_are_many(wrong: int, crossed: int) -> None:
+    target = torch.zeros(21, 21)
+    target.view(-1)[:wrong] = math.nan
+    figure = plots.heatmap(torch.zeros(21, 21), target)
+    assert len(points(figure, "non-finite")) == crossed
+    assert "non-finite differs" in legend(figure)
+
+
 @pytest.mark.slow
 def test_equal_all_nan_and_unusually_shaped_pairs_are_drawn() -> None:
     same = plots.heatmap(torch.ones(4, 4), torch.ones(4, 4))

@@ -214,3 +214,11 @@ def test_the_fewest_switches_that_make_a_result_right_are_found(
         return all(in_force.get(name) is False for name in needed)
 
     assert compiled_runs._search_switches(None, is_right) == dict.fromkeys(found, False)  # type: ignore[arg-type]
+
+
+def test_each_switch_differs_from_what_inductor_does_by_itself() -> None:
+    config = compiled_runs._inductor_config()
+    found = {name: compiled_runs._setting(config, name) for name in compiled_runs._SWITCHES}
+    idle = {name for name, value in compiled_runs._SWITCHES.items() if found[name] in (value, compiled_runs._ABSENT)}
+    # Passes that a user's settings may turn on.
+    assert idle <= {"group_fusion", "permute_fusion", "efficient_conv_bn_eval_fx_passes", "decompose_mem_bound_mm"}

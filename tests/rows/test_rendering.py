@@ -46,6 +46,9 @@ def test_the_most_useful_columns_come_first_and_the_others_are_named_below() -> 
     markup = frame._repr_html_()
     assert "the same in all: run=0, step=0, direction=b2t" in markup
     assert re.search("empty: .*cosine", markup)
+    # What the notes show is not listed once more.
+    below = markup.rpartition("</table>")[2]
+    assert not {"error", "note", "side", "tags", "name"} & set(re.findall(r"\w+", below))
     assert "<late>" not in markup
 
 

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from kit.deadline import DEADLINE
 from kit.examples import examples
+from kit.refusals import exactly
 from kit.support import wait_until
 
 import graftlab as gl
@@ -834,13 +835,28 @@ def test_the_log_names_its_columns(tmp_path: Path) -> None:
     assert dict(zip(header["columns"], line, strict=True)) == row(order=5)._asdict()
 
 
-def test_a_deleted_log_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("replaced", "why"), [(None, "No such file or directory"), (os.mkfifo, "it is not a regular file")]
+)
+def test_a_log_that_is_gone_or_replaced_is_named(tmp_path: Path, replaced: Any, why: str) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row())])
     (tmp_path / ROWS_FILE).unlink()
-    with pytest.raises(gl.SessionError, match=r"no rows can be read from .*rows.jsonl"):
+    if replaced is not None:
+        replaced(tmp_path / ROWS_FILE)
+    advice = "it must be in the run folder of a session (session.folder)"
+    with pytest.raises(
+        gl.SessionError, match=exactly(f"no rows can be read from {tmp_path / ROWS_FILE}: {why}; {advice}")
+    ):
         store.frame()
     store.close()
+
+
+def test_a_row_of_megabytes_is_read_back(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(tagged(prompt="x" * (3 << 20))), encode(row())])
+    store.close()
+    assert [len(str(tags.get("prompt", ""))) for tags in gl.load_run(tmp_path)["tags"]] == [3 << 20, 0]
 
 
 def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ def test_layout_known_only_from_shapes_is_called_inferred() -> None:
     assert told([whole], torch.zeros(8), None) is None
 
 
+def test_only_a_layout_that_differs_counts_as_what_aligned_the_tensors() -> None:
+    same = rank_layout(WHOLE, "same", 1)
+    given = GraftTransformInput({"name": "x"}, [WHOLE], [None], WHOLE, received_layouts=[same], layout=same)
+    outcome = _by_layout(given)
+    assert (outcome.layout, outcome.aligned_by) == (None, None)
+    turned = rank_layout(WHOLE, "a b -> b a", 1)
+    outcome = _by_layout(dataclasses.replace(given, layout=turned, target=WHOLE.T))
+    assert (outcome.layout, outcome.aligned_by) == ("same => a b -> b a", "layout")
+
+
 def test_dimension_names_on_one_side_do_not_describe_the_other() -> None:
     named = rank_layout(torch.ones(2, 3), "s d", 1)
     assert named is not None
@@ -375,15 +385,17 @@ def test_a_pair_takes_the_one_out_of_the_other_also_where_ranks_share_it() -> No
     assert torch.equal(received, WHOLE.T)
 
 
-def test_elements_outside_a_layout_stay_the_receivers_own() -> None:
-    pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_outside_a_layout_stay_the_receivers_own(dtype: torch.dtype) -> None:
+    pair, mine = parse_layout("part(dim=0, index=1, of=[1, 1])"), torch.full((4, 6), -1.0, dtype=dtype)
     rest: dict[str, Any] = {"pair": pair, "whole": "target", "recv_world_size": 2}
     rows = rank_layout(torch.ones(2, 6), None, 1) or RankLayout(Layout(), (2, 6))
     given = GraftTransformInput(
         {"name": "x"}, [WHOLE[2:]], [None], mine, received_layouts=[rows], senders=[0], send_world_size=1, **rest
     )
     outcome = _by_layout(given)
-    assert torch.equal(outcome.value, torch.cat([mine[:2], WHOLE[2:]]))
+    assert outcome.value.dtype is dtype
+    assert torch.equal(outcome.value, torch.cat([mine[:2], WHOLE[2:].to(dtype)]))
     assert outcome.known is not None
     assert outcome.known.tolist() == [[False] * 6] * 2 + [[True] * 6] * 2
     assert outcome.layout == f"{pair} => inferred"

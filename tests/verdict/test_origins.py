@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytest
 
+from graftlab.base.tap_groups import group_of
 from graftlab.taps.module_inputs import KIND, Argument, ModuleCall
 from graftlab.verdict.origins import (
     ErrorOrigin,
@@ -65,7 +66,7 @@ def origins(
                 "added": added.get(tap.name, tap.ratio * FLOOR),
                 "floor": FLOOR,
                 "ratio": tap.ratio,
-                "group": tap.name,
+                "group": group_of(tap.name),
             }
             again.append({"name": tap.name, "target_name": tap.name, **place, **measured})
             if tap.argument is None:
@@ -95,6 +96,14 @@ def test_a_module_that_agrees_from_equal_inputs_is_right() -> None:
     assert found.covers("attn.o")
     assert not found.covers("attn")
     assert not found.not_compared
+
+
+def test_the_taps_of_a_group_with_the_same_origin_are_one_finding() -> None:
+    names = [f"layers.{layer}.o" for layer in range(2)]
+    calls = {name: ModuleCall(name, (MODEL,), "forward", True, 1) for name in names}
+    taps = [tap for name in names for tap in (given(name, 9.0), Tap(name, 0.5))]
+    (origin,) = origins(*taps, of=["layers.*.o"], calls=calls).found
+    assert (origin.tap, origin.taps) == (names[0], tuple(names))
 
 
 def test_a_comprehension_that_calls_a_module_is_not_named_as_a_function() -> None:

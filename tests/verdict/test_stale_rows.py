@@ -62,6 +62,13 @@ def test_rows_that_the_baseline_has_nowhere_are_in_no_wrong_place() -> None:
     assert stale_rows(CACHE, own, computed) is None
 
 
+@pytest.mark.parametrize(("rows", "is_found"), [(16_384, True), (16_385, False)])
+def test_only_caches_of_at_most_16384_rows_are_searched(rows: int, is_found: bool) -> None:
+    old = torch.randn(rows - 1, 4, generator=torch.Generator().manual_seed(3))
+    cache, stale = (torch.cat([old, new])[None] for new in (NEW[0], OTHER[0, :1]))
+    assert (stale_rows(cache, stale, {"k": NEW[:1]}) is not None) is is_found
+
+
 def test_whole_numbers_are_no_cache() -> None:
     whole = (100 * CACHE).long()
     stale = torch.cat([whole[:, :8], whole[:, 3:4]], 1)
