@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kit import warm
+from kit import grammar, warm
 from kit.examples import factor, scaled
 
 if TYPE_CHECKING:
     import graftlab as gl
 
+grammar.leave_out()
 # Set before torch is imported, for workers and for what they start. The workers of pytest fill the cores already: more
 # threads of torch would spend their time waiting for each other. Tests of threads set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

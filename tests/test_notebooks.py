@@ -22,7 +22,7 @@ def execute(name: str, tmp_path: Path, imports: tuple[str, ...] = ()) -> list[An
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
-    # nbformat takes seconds to import.
+    # Without nbformat, which takes a while to import.
     cells: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return cells
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pandas as pd
 
@@ -12,6 +13,7 @@ from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights
 from graftlab.judging.swaps import OutputTap
 from graftlab.rows.schema import MEASURED
+from graftlab.verdict.added import rows_where
 from graftlab.verdict.optimizer_settings import SettingsDifference
 from graftlab.verdict.returned_values import ReturnedValues
 
@@ -41,7 +43,7 @@ class Evidence:
     summed_at: Mapping[str, str] = field(default_factory=dict)
     """By the name of a tap that follows partial sums, the name of the tap that has them."""
 
-    @property
+    @cached_property
     def measured(self) -> pd.DataFrame:
         """The rows of taps that were grafted and measured."""
-        return self.grafted[self.grafted["status"].isin(MEASURED)]
+        return rows_where(self.grafted, self.grafted["status"].isin(MEASURED))

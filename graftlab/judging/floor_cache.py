@@ -19,7 +19,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import pack_plan
 from graftlab.ranks.remote_functions import Callee
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import records
+from graftlab.verdict.added import records, rows_where
 
 if TYPE_CHECKING:
     from graftlab.control.core import SessionCore
@@ -55,7 +55,7 @@ def floor_key(
     # A verdict replaces the plan's filters; its transform and its renaming count.
     digest.update(pack_plan(replace(plan, version=0, b2t="True", t2b=None, compare=None, keep=None)))
     digest.update(repr((list(keep), session.options.keep_budget)).encode())
-    measured = rows[rows["status"].isin(MEASURED)]
+    measured = rows_where(rows, rows["status"].isin(MEASURED))
     for row in records(measured):
         tags = {tag: value for tag, value in row["tags"].items() if tag != "step"}
         seen = [tags if column == "tags" else row[column] for column in _SEEN]

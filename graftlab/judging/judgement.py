@@ -22,7 +22,7 @@ from graftlab.judging.line_runs import LineSearch
 from graftlab.judging.masked_values import left_out, masks_alike, without_masked_values
 from graftlab.judging.measurement import Measurement
 from graftlab.judging.mechanisms import Mechanisms
-from graftlab.judging.naming import Naming, name_groups
+from graftlab.judging.naming import Naming
 from graftlab.judging.partial_sums import Summands, not_adding_up
 from graftlab.judging.stored_weights import text_on_stored
 from graftlab.judging.swaps import Swaps
@@ -107,7 +107,7 @@ class Judgement:
         measurement.leave_out_parts_of_gradients()
         measurement.leave_out_undone_factors()
         evidence = measurement.evidence
-        naming = name_groups(self._runs, evidence)
+        naming = measurement.naming()
         naming.unseen += measurement.not_compared
         sentence = self._why_grafts_are_wrong(evidence, naming)
         if sentence is not None:

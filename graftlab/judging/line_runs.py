@@ -18,7 +18,7 @@ from graftlab.lines.rank_at_fault import lost_where_ranks_differ, ranks_that_run
 from graftlab.lines.remedies import ChangeByOperation, changes_of_grafts
 from graftlab.lines.traces import OperationChanges, SliceTrace, TracedOperation, WantedCall
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import ratio, records
+from graftlab.verdict.added import ratio, records, rows_where
 from graftlab.verdict.floor import Floor
 from graftlab.verdict.lines import DifferingLine
 from graftlab.verdict.order import numbers
@@ -341,7 +341,7 @@ class LineSearch:
 
     def _agrees(self, call: TracedCall, rows: pd.DataFrame) -> bool | None:
         """Whether the tap agrees now; None where an operation could not be grafted."""
-        measured = rows[rows["status"].isin(MEASURED)]
+        measured = rows_where(rows, rows["status"].isin(MEASURED))
         if not call.taps <= set(measured["name"]):
             return None
         first = int(rows["step"].min())

@@ -15,7 +15,7 @@ from graftlab.diffs.rounding import roundoff
 from graftlab.errors import SessionError
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns, kept_pair
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import call_key, measured_rows, records
+from graftlab.verdict.added import call_key, measured_rows, records, rows_where
 
 _LEAST_MASK = 1e4
 """Values below the negative of this have a softmax of zero."""
@@ -152,7 +152,7 @@ def without_masked_values(
 
 def _may_be_masked(rows: pd.DataFrame) -> list[str]:
     """The names of differing taps whose smallest value is far below all others."""
-    measured = rows[rows["status"].isin(MEASURED)]
+    measured = rows_where(rows, rows["status"].isin(MEASURED))
     least, most = measured["min_baseline"].astype(float), measured["max_baseline"].astype(float)
     is_masked = (least < -_LEAST_MASK) & (most.abs() * _FAR < -least) & (measured["max_abs"].astype(float) > 0)
     return list(dict.fromkeys(measured.loc[is_masked, "name"]))

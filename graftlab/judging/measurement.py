@@ -14,7 +14,7 @@ from graftlab.judging.evidence import Evidence
 from graftlab.judging.masked_values import with_equal_masks
 from graftlab.judging.measured_floors import MeasuredFloors
 from graftlab.judging.mechanisms import LentWeights
-from graftlab.judging.naming import name_groups
+from graftlab.judging.naming import Naming, name_groups
 from graftlab.judging.partial_sums import (
     GRADIENTS,
     Summands,
@@ -31,7 +31,7 @@ from graftlab.judging.swaps import OutputTap, find_outputs
 from graftlab.judging.undone_factors import Factors, factors_not_compared, is_undone, scaled_taps
 from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictRuns
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import one_sided_filter
+from graftlab.verdict.added import one_sided_filter, rows_where
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SETTINGS, settings_difference
 from graftlab.verdict.quantised_modules import quantised_limits
 from graftlab.verdict.returned_values import ReturnedValues
@@ -53,6 +53,7 @@ class Measurement:
         self.averages: list[str] = []
         self.parts: dict[str, list[str]] = {}
         self.undone: dict[str, Factors] = {}
+        self._last_naming: tuple[Evidence, Naming] | None = None
         self.evidence = self._measured()
 
     @property
@@ -65,6 +66,13 @@ class Measurement:
             *averages_not_named(self.averages),
             *factors_not_compared(self.undone),
         ]
+
+    def naming(self) -> Naming:
+        """The groups that ``evidence`` names: the same object until something else was measured."""
+        # With a small model this takes as long as its runs.
+        if self._last_naming is None or self._last_naming[0] is not self.evidence:
+            self._last_naming = self.evidence, name_groups(self._runs, self.evidence)
+        return self._last_naming[1]
 
     def leave_out_split_calls(self) -> None:
         """Leave out taps at which each side divides its work into different calls.
@@ -120,7 +128,7 @@ class Measurement:
                 break
             self.parts |= found
             self._leave_out((name, kind_of_group(group)) for group, names in found.items() for name in names)
-        if self.parts and name_groups(self._runs, self.evidence).named:
+        if self.parts and self.naming().named:
             self._runs.take_back((name, kind_of_group(group)) for group, names in self.parts.items() for name in names)
             self.parts = {}
             self._measure_again()
@@ -129,19 +137,20 @@ class Measurement:
         """Leave out taps that differ by a factor which the target undoes, if that clears others and names none."""
         if self._attempt.failed:
             return
-        before = name_groups(self._runs, self.evidence).named
+        before = self.naming().named
         nothing: dict[str, Factors] = {}
         search = partial(scaled_taps, self._runs, self.evidence, before)
         for group, factors in self._attempt("the search for factors", search, nothing).items():
             taps = [(name, None) for name in factors]
             with_it = self.evidence
             self._leave_out(taps)
-            without = name_groups(self._runs, self.evidence).named
+            without = self.naming().named
             if is_undone(before, without, group):
                 self.undone[group], before = factors, without
             else:
                 self._runs.take_back(taps)
-                self.evidence = with_it
+                # A job's remarks count the weights that were grafted since, too.
+                self.evidence, self._last_naming = with_it, None
 
     @property
     def _returns(self) -> bool:
@@ -183,12 +192,12 @@ class Measurement:
                 partial(with_equal_masks, self._runs, compared, grafted),
                 as_they_are,
             )
-        measured = grafted[grafted["status"].isin(MEASURED)]
+        measured = rows_where(grafted, grafted["status"].isin(MEASURED))
         outputs = [] if self._attempt.failed else self._outputs(grafted, returned)
         selves: list[SelfGraft] = self._attempt(
             "the baseline against itself",
             lambda: self._runs.baseline_against_itself(
-                compared[compared["status"].isin(MEASURED)] if self._attempt.failed else measured,
+                rows_where(compared, compared["status"].isin(MEASURED)) if self._attempt.failed else measured,
                 [part.group for output in outputs for part in output.all],
             ),
             [],

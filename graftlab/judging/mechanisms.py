@@ -24,7 +24,7 @@ from graftlab.plan.pairs import PairRule, PairTable
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.module_inputs import FIRST, KIND, SUFFIX
 from graftlab.verdict.activations import activation_hint
-from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records
+from graftlab.verdict.added import NOT_NAMED, call_key, measured_rows, records, rows_where
 from graftlab.verdict.findings import ShownMap
 from graftlab.verdict.hints import Hint, hint_of
 from graftlab.verdict.model_data import differing_rows, weights_to_lend, with_data_of, without_data
@@ -120,7 +120,7 @@ def _distance(rows: pd.DataFrame, returned: ReturnedValues | None) -> float:
         if not math.isnan(each.rel_l2)
     ]
     if not found:
-        last = max(records(without_data(rows[rows["status"].isin(MEASURED)])), key=_place, default=None)
+        last = max(records(without_data(rows_where(rows, rows["status"].isin(MEASURED)))), key=_place, default=None)
         if last is not None and last["nonfinite_differ"]:
             found = [math.inf]
         elif last is not None and last["rel_l2"] is not None:

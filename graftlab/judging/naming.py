@@ -11,7 +11,7 @@ from graftlab.base.tap_groups import group_of
 from graftlab.judging.evidence import Evidence
 from graftlab.judging.unmeasured import judged_until_sketch, not_in_twin, unseen_taps
 from graftlab.judging.verdict_runs import VerdictRuns
-from graftlab.verdict.added import added_frame, named_groups
+from graftlab.verdict.added import added_frame, named_groups, rows_where
 from graftlab.verdict.causes import consequences
 from graftlab.verdict.facts import Facts
 from graftlab.verdict.findings import JobRemarks
@@ -80,7 +80,7 @@ def name_groups(runs: VerdictRuns, evidence: Evidence) -> Naming:
     to_be_grafted = runs.to_be_grafted(compared if len(grafted) else compared.iloc[:0])
     quantised = quantised_modules(compared, grafted, threshold, evidence.summed_at)
     # The scales were compared together with their weights.
-    others = compared[~compared["name"].isin(list(quantised.scales))] if len(compared) else compared
+    others = rows_where(compared, ~compared["name"].isin(list(quantised.scales))) if len(compared) else compared
     unseen += unseen_taps(others, to_be_grafted, grafted, evidence.selves)
     if weights.failure is not None:
         unseen.append(f"the target's code with the baseline's weights: {weights.failure}")

@@ -21,7 +21,7 @@ from graftlab.judging.measured_floors import MeasuredFloors, TapName
 from graftlab.judging.verdict_runs import RunFilters, VerdictRuns
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.default import NO_REPLICAS
-from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.added import coarser_dtype, records, rows_where
 from graftlab.verdict.causes import (
     MOST_SWAPS,
     UNKNOWN,
@@ -85,7 +85,7 @@ def find_outputs(all_rows: pd.DataFrame, name: str | None, returned: Collection[
 
     Raises :class:`SessionError` where no tap of that name was measured.
     """
-    rows = all_rows[all_rows["status"].isin(MEASURED)]
+    rows = rows_where(all_rows, all_rows["status"].isin(MEASURED))
     zero = int(rows["step"].min()) if len(rows) else 0
     found = []
     for kind in (None, "grad"):

@@ -14,7 +14,7 @@ from graftlab.judging.swaps import OutputTap, Swaps
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.by_layout import SKETCHED
 from graftlab.transforms.default import unfit_shapes
-from graftlab.verdict.added import unseen_of
+from graftlab.verdict.added import rows_where, unseen_of
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.model_data import data_rows
 from graftlab.verdict.wording import NOT_CHECKED
@@ -25,7 +25,7 @@ def unseen_taps(
 ) -> list[str]:
     """Sentences on taps that a run lacks, that show no tensor, or whose floor was not recorded."""
     data = data_rows(compared)
-    remarks = unseen_of(data[~data["status"].isin(MEASURED)]) + unseen_of(grafted)
+    remarks = unseen_of(rows_where(data, ~data["status"].isin(MEASURED))) + unseen_of(grafted)
     measured = set(grafted.loc[grafted["status"].isin(MEASURED), "name"])
     lost = [
         n for n in dict.fromkeys(to_be_grafted.loc[to_be_grafted["status"].isin(MEASURED), "name"]) if n not in measured

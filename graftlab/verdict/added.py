@@ -149,16 +149,32 @@ def is_spread(row: Mapping[str, Any]) -> bool:
 def measured_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The measured rows, each with its step counted from the first of its run, as ``in_run``."""
     first = frame["step"].min() if len(frame) else 0
-    return [{**row, "in_run": row["step"] - first} for row in records(frame[frame["status"].isin(MEASURED)])]
+    return [
+        {**row, "in_run": row["step"] - first} for row in records(rows_where(frame, frame["status"].isin(MEASURED)))
+    ]
 
 
-def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as dicts, with None for missing values."""
+def rows_where(frame: pd.DataFrame, chosen: pd.Series[bool]) -> pd.DataFrame:
+    """The chosen rows; the frame itself if these are all, which is most often so."""
+    # To select rows of fifty columns takes a millisecond, and a verdict selects hundreds of times.
+    count = int(chosen.to_numpy().sum())
+    if count == len(frame):
+        return frame
+    return frame[chosen] if count else frame.iloc[:0]
+
+
+def records(frame: pd.DataFrame, *names: str) -> list[dict[str, Any]]:
+    """The rows as dicts, with None for missing values; of the columns ``names``, or of all."""
     # Through one array, since iterating over a frame of fifty columns takes as long as a run of a small model.
     if not len(frame):
         return []
-    columns = [str(column) for column in frame.columns]
-    cells = frame.to_numpy(dtype=object, copy=True)
+    columns = [*names] or [str(column) for column in frame.columns]
+    if names:
+        cells = np.empty((len(frame), len(names)), object)
+        for place, name in enumerate(names):
+            cells[:, place] = frame[name].to_numpy(dtype=object)
+    else:
+        cells = frame.to_numpy(dtype=object, copy=True)
     cells[pd.isna(cells)] = None
     return [dict(zip(columns, row, strict=True)) for row in cells.tolist()]
 
@@ -267,7 +283,7 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
     if is_repeated.any():
         is_repeated &= np.array([is_recomputed(tags) for tags in frame["tags"]], bool)
     if is_repeated.any():
-        repeated, frame = frame[is_repeated], frame[~is_repeated]
+        repeated, frame = frame[is_repeated], rows_where(frame, ~is_repeated)
         sentences.append(
             f"the recomputation of {_taps(repeated['name'])} in the backward pass (activation checkpointing), which "
             "only one side has. Nothing was grafted there, so gradients inside such a block may inherit differences of "
@@ -278,29 +294,32 @@ def unseen_of(frame: pd.DataFrame) -> list[str]:
         sentences += _unmeasured(frame, frame[~is_measured])
         measured = frame[is_measured]
     sentences += uneven_calls(frame)
-    none_finite = measured[measured["rel_l2"].isna()]
+    none_finite = rows_where(measured, measured["rel_l2"].isna())
     if len(none_finite):
         sentences.append(f"{_taps(none_finite['name'])} {_be(none_finite, 'has')} no pair of finite numbers.")
-    empty = measured[measured["numel"] == 0]
+    empty = rows_where(measured, measured["numel"] == 0)
     if len(empty):
         sentences.append(f"{_taps(empty['name'])} {_be(empty, 'is')} empty.")
-    zeros = measured[_all_zeros(measured)]
+    zeros = rows_where(measured, _all_zeros(measured))
     if len(zeros):
         sentences.append(
             f"{_taps(zeros['name'])} {_be(zeros, 'is')} all zeros on both sides, which may hide earlier mistakes."
         )
-    both = measured[
+    both = rows_where(
+        measured,
         (measured["nonfinite_baseline"].fillna(0) > 0)
         & (measured["nonfinite_differ"].fillna(0) == 0)
-        & measured["rel_l2"].notna()
-    ]
+        & measured["rel_l2"].notna(),
+    )
     if len(both):
         where = f"{_be(both, 'has')} numbers that are not finite, in the same places on both sides"
         sentences.append(f"{_taps(both['name'])} {where}; these numbers were left out.")
-    partial = measured[measured["rows_unmatched"].fillna(0) > 0]
+    partial = rows_where(measured, measured["rows_unmatched"].fillna(0) > 0)
     if len(partial):
         sentences.append(f"{_taps(partial['name'])} {_be(partial, 'has')} rows without a partner on the other side.")
-    measured = measured[measured["note"].notna()]
+    measured = rows_where(measured, measured["note"].notna())
+    if not len(measured):
+        return sentences
     notes = measured["note"].astype(str).str
     noted = measured[notes.contains("did not|takes no part|ended")]
     if len(noted):
@@ -321,7 +340,7 @@ def uneven_calls(frame: pd.DataFrame) -> list[str]:
 
     A tap that a rank never reaches, such as one of another stage of a pipeline, is not among them.
     """
-    reached = frame[~frame["status"].isin(("unmatched", "recomputed"))]
+    reached = rows_where(frame, ~frame["status"].isin(("unmatched", "recomputed")))
     if reached["rank"].nunique() < 2:
         return []
     sizes = reached.groupby(["name", "side", "rank"], sort=False).size()

@@ -13,7 +13,7 @@ from graftlab.base.tap_groups import group_of, is_recomputed, kind_of
 from graftlab.base.text import counted, first_of
 from graftlab.base.world import other_side
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import records, tags_key
+from graftlab.verdict.added import records, rows_where, tags_key
 
 _ALONE = ("missing", "unmatched")
 
@@ -27,7 +27,7 @@ def extra_calls(rows: pd.DataFrame, named: Collection[str]) -> list[str]:
     both: Counter[tuple[Any, ...]] = Counter()
     alone: Counter[tuple[Any, ...]] = Counter()
     shown: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for row in records(rows[rows["status"].isin([*MEASURED, *_ALONE])]):
+    for row in records(rows_where(rows, rows["status"].isin([*MEASURED, *_ALONE]))):
         if is_recomputed(row["tags"]) or group_of(row["name"], row["tags"]) not in named:
             continue
         place = (row["name"], tags_key(row["tags"]), row["step"], row["rank"])

@@ -14,7 +14,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import other_side
 from graftlab.diffs.rounding import roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, records, tags_key
+from graftlab.verdict.added import coarser_dtype, records, rows_where, tags_key
 from graftlab.verdict.facts import tap_name
 
 MOST_STEPS = 8
@@ -64,7 +64,11 @@ _FIRST_TAPS = 3
 
 def may_be_misaligned(rows: pd.DataFrame) -> bool:
     """Whether some of the first values in these rows are so far apart that the sides may be in different steps."""
-    values = [row for row in records(rows[rows["status"].isin(MEASURED)]) if kind_of(row["tags"]) in (None, "input")]
+    values = [
+        row
+        for row in records(rows_where(rows, rows["status"].isin(MEASURED)))
+        if kind_of(row["tags"]) in (None, "input")
+    ]
     return any((row["rel_l2"] or 0.0) > _FAR for row in values[:_FIRST_TAPS])
 
 
@@ -145,7 +149,7 @@ def _equal(one: Any, other: Any, tolerance: float) -> list[bool]:
 def _sequences(rows: pd.DataFrame) -> Iterator[_CallSequence]:
     """The values and inputs that change, in execution order."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in records(rows[rows["status"].isin(MEASURED)]) if len(rows) else []:
+    for row in records(rows_where(rows, rows["status"].isin(MEASURED))) if len(rows) else []:
         if kind_of(row["tags"]) not in (None, "input") or any(row[column] is None for column in _COLUMNS):
             continue
         found.setdefault((row["name"], tags_key(row["tags"]), row["rank"], row["direction"]), []).append(row)

@@ -14,7 +14,7 @@ from graftlab.base.tap_groups import group_of, in_layers, is_data, is_output, ki
 from graftlab.base.text import first_of, listed, numbered
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, records
+from graftlab.verdict.added import coarser_dtype, records, rows_where
 from graftlab.verdict.optimizer_settings import NO_SETTINGS, SettingsDifference
 from graftlab.verdict.quantised_modules import is_dequantised, is_wrongly_quantised, quantised_pair
 
@@ -35,15 +35,14 @@ def data_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of weights and settings in the first step. In later steps they are computed."""
     if not len(frame):
         return frame
-    chosen: pd.DataFrame = frame[_is_data(frame) & (frame["step"] == frame["step"].min())]
-    return chosen
+    return rows_where(frame, _is_data(frame) & (frame["step"] == frame["step"].min()))
 
 
 def without_data(frame: pd.DataFrame) -> pd.DataFrame:
     """All other rows."""
     if not len(frame):
         return frame
-    return frame[~_is_data(frame)]
+    return rows_where(frame, ~_is_data(frame))
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def input_names(frame: pd.DataFrame) -> list[str]:
     execution order.
     """
     found: dict[str, None] = {}
-    rows = records(without_data(frame)[["name", "tags", "status", "dtype", "cast"]])
+    rows = records(without_data(frame), "name", "tags", "status", "dtype", "cast")
     rounds = [roundoff(coarser_dtype(row)) > 0 for row in rows]
     first = rounds.index(True) if any(rounds) else 0
     for place, row in enumerate(rows):
@@ -102,7 +101,7 @@ def inputs_of_later_calls(frame: pd.DataFrame) -> pd.Series[bool]:
     """
     first: dict[tuple[int, int], int] = {}
     of_input = []
-    for row in records(frame[["step", "rank", "order", "tags", "status", "dtype", "cast"]]):
+    for row in records(frame, "step", "rank", "order", "tags", "status", "dtype", "cast"):
         place, order, kind = (row["step"], row["rank"]), row["order"], kind_of(row["tags"])
         of_input.append((kind == "input", place, order))
         if kind is None and row["status"] in MEASURED and roundoff(coarser_dtype(row)) > 0:
@@ -118,8 +117,8 @@ def computed_between_calls(compared: pd.DataFrame, grafted: pd.DataFrame, thresh
     """
     found: set[str] = set()
     for frame, of_later in ((grafted, True), (compared, False)):
-        chosen = frame[inputs_of_later_calls(frame) == of_later] if len(frame) else frame
-        rows = records(chosen[chosen["status"].isin(MEASURED)])
+        chosen = rows_where(frame, inputs_of_later_calls(frame) == of_later) if len(frame) else frame
+        rows = records(rows_where(chosen, chosen["status"].isin(MEASURED)))
         differing = {row["name"] for row in rows if kind_of(row["tags"]) == "input" and _differs(row, threshold)}
         found = differing if of_later else found - differing
     return found
@@ -236,15 +235,16 @@ def _weights(compared: pd.DataFrame, threshold: float) -> _RowsByGroup:
 def _differing(compared: pd.DataFrame, threshold: float, grafted: pd.DataFrame | None) -> dict[str, _RowsByGroup]:
     """The rows of data that differ, by kind and group."""
     names = set(input_names(compared))
-    first = compared[compared["step"] == compared["step"].min()] if len(compared) else compared
+    first = rows_where(compared, compared["step"] == compared["step"].min()) if len(compared) else compared
     if grafted is not None and len(grafted) and len(first):
         # In the first step's later calls they may differ because of what comes before.
-        first = first[~inputs_of_later_calls(first)]
-    inputs = first[first["name"].isin(names) & ~first.index.isin(data_rows(compared).index)]
+        first = rows_where(first, ~inputs_of_later_calls(first))
+    data = data_rows(compared)
+    inputs = rows_where(first, first["name"].isin(names) & ~first.index.isin(data.index))
     later = [] if grafted is None else _later_inputs(grafted, names)
     rows = [
         *(("input", row) for row in (*records(inputs), *later)),
-        *((_kind(row), row) for row in records(data_rows(compared))),
+        *((_kind(row), row) for row in records(data)),
         *(("optimizer", row) for row in _later_settings(compared)),
     ]
     return _by_kind(rows, threshold)
@@ -270,7 +270,7 @@ def _by_kind(rows: Iterable[tuple[str, dict[str, Any]]], threshold: float) -> di
 def _later_settings(compared: pd.DataFrame) -> list[dict[str, Any]]:
     """The settings of optimizers after the first step, which a schedule may set, with their step as ``later``."""
     first = compared["step"].min() if len(compared) else 0
-    rows = compared[_is_data(compared) & (compared["step"] > first)]
+    rows = rows_where(compared, _is_data(compared) & (compared["step"] > first))
     return [{**row, "later": int(row["step"] - first)} for row in records(rows) if _kind(row) == "optimizer"]
 
 
@@ -279,7 +279,7 @@ def _later_inputs(grafted: pd.DataFrame, names: set[str]) -> list[dict[str, Any]
     if not len(grafted):
         return []
     first = grafted["step"].min()
-    rows = grafted[(grafted["step"] > first) & grafted["name"].isin(names) & ~_is_data(grafted)]
+    rows = rows_where(grafted, (grafted["step"] > first) & grafted["name"].isin(names) & ~_is_data(grafted))
     return [
         {**row, "later": int(row["step"] - first)} for row in records(rows) if kind_of(row["tags"]) in (None, "input")
     ]

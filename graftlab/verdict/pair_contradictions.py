@@ -31,6 +31,8 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     and the difference is named in the code that reads the two.
     """
     pairs = pairs_of(rows, plan)
+    if not pairs:
+        return []
     shapes = _shapes(rows)
     rearranged: dict[str, dict[str, str]] = {}
     for pair in pairs:
@@ -44,7 +46,8 @@ def contradicting_pairs(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
     roles = other_roles(pairs)
     names = {each.tap for each in roles}
     # Weights that are all ones or zeros, as a new norm's are, never match by value, and no part is read before them.
-    by_rule = {row["target_name"] for row in records(rows) if row["matched_by"] == "rule" and not is_data(row["tags"])}
+    by_name = records(rows, "target_name", "matched_by", "tags")
+    by_rule = {row["target_name"] for row in by_name if row["matched_by"] == "rule" and not is_data(row["tags"])}
     found = [
         *roles,
         *(each for each in odd_layouts(pairs, alone) if each.tap not in names),
@@ -85,7 +88,7 @@ def compared_in_part(rows: pd.DataFrame, plan: GraftPlan) -> list[str]:
 def pairs_of(rows: pd.DataFrame, plan: GraftPlan) -> list[Pair]:
     """The plan's pairs that appear in these rows, without those made just by name."""
     pairs: dict[tuple[str, str, str], Pair] = {}
-    for row in records(rows):
+    for row in records(rows, "target_name", "matched_by", "tags"):
         own = row["target_name"]
         if own is None or row["matched_by"] is None:
             continue
@@ -111,7 +114,7 @@ def _shapes(rows: pd.DataFrame) -> dict[str, Sequence[int]]:
     """The shapes of the target's taps, by their own names."""
     return {
         row["target_name"]: row["shape"]
-        for row in records(rows)
+        for row in records(rows, "target_name", "shape", "side")
         if row["target_name"] is not None and row["shape"] is not None and row["side"] == "target"
     }
 

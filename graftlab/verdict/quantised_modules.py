@@ -19,7 +19,7 @@ from graftlab.base.world import SIDES, Side
 from graftlab.diffs.rounding import cast_dtypes, roundoff
 from graftlab.rows.schema import MEASURED
 from graftlab.transforms.quantised import DEQUANTISED
-from graftlab.verdict.added import records
+from graftlab.verdict.added import records, rows_where
 from graftlab.verdict.floor import Floor
 
 _TIMES = 2.0
@@ -63,7 +63,7 @@ class QuantisedModules:
 
     def factors(self, frame: pd.DataFrame, named: Collection[str]) -> list[str]:
         """Sentences on outputs that differ by a factor, and whose groups are not named."""
-        known = {row["name"] for row in records(frame[["name", "group"]]) if row["group"] not in named}
+        known = {row["name"] for row in records(frame, "name", "group") if row["group"] not in named}
         found = [words for name, words in self.scaled.items() if name in known]
         if not found:
             return []
@@ -124,7 +124,7 @@ def quantised_modules(
     of_weights = {weight.module: weight for weight in weights}
     outputs: dict[str, list[dict[str, Any]]] = {}
     modules: dict[str, _Weight] = {}
-    for row in records(grafted[grafted["status"].isin(MEASURED)]):
+    for row in records(rows_where(grafted, grafted["status"].isin(MEASURED))):
         name = row["name"]
         weight = of_weights.get(_module(summed_at.get(name, name)))
         if kind_of(row["tags"]) is None and weight is not None and row["rel_l2"] is not None:
@@ -161,7 +161,7 @@ def _module(name: str) -> str:
 def _weights(compared: pd.DataFrame) -> list[_Weight]:
     if not len(compared):
         return []
-    rows = records(compared[compared["step"] == compared["step"].min()])
+    rows = records(rows_where(compared, compared["step"] == compared["step"].min()))
     params = [row for row in rows if kind_of(row["tags"]) == "param"]
     found = []
     for row in params:

@@ -20,7 +20,7 @@ from graftlab.diffs.results import (
 )
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio
+from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio, rows_where
 from graftlab.verdict.order import tap_codes
 from graftlab.verdict.returned_values import AccumulatedFloors, ReturnedValues, ValueDifference
 
@@ -323,7 +323,7 @@ class UnexplainedDifferences:
             other_number = self._last_calls_alone(chosen)
             return [] if other_number is None else [other_number]
         alone = []
-        measured = self.compared[self.compared["status"].isin(MEASURED)]
+        measured = rows_where(self.compared, self.compared["status"].isin(MEASURED))
         if last_of_baseline is not None and last_of_baseline not in set(measured["name"]):
             alone.append(f"the baseline's last tap, {last_of_baseline},")
         elif other_number := self._last_calls_alone(last_of_baseline or self._last):

@@ -17,6 +17,7 @@ from graftlab.judging import effects, judgement, measurement
 from graftlab.judging import naming as groups_named
 from graftlab.judging.attempts import Attempts
 from graftlab.judging.effects import Effects
+from graftlab.judging.evidence import Evidence
 from graftlab.judging.judgement import Judgement
 from graftlab.judging.measurement import Measurement
 from graftlab.judging.mechanisms import LentWeights
@@ -751,3 +752,31 @@ def test_partial_sums_are_sought_where_module_inputs_show_and_nothing_failed(
         assert without.evidence is before
         assert without.sums == {}
         assert ("sums" in measured.asked) is seeks
+
+
+def test_groups_are_named_once_until_something_else_is_measured(
+    measured: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named_of: list[Evidence] = []
+
+    def name(runs: Any, evidence: Evidence) -> Any:
+        named_of.append(evidence)
+        return SimpleNamespace(named=["b", f"d{len(named_of)}"])
+
+    monkeypatch.setattr(measurement, "name_groups", name)
+    monkeypatch.setattr(measurement, "scaled_taps", lambda runs, evidence, named: {"b": {"b": 2.0}})
+    measured.runs.take_back = lambda which: measured.note(("taken back", *which), None)
+    without = measurement_of(measured)
+    before, first = without.evidence, without.naming()
+    assert without.naming() is first
+    # Without the tap others are named, so it is compared again. What was run since may count in a job's remarks.
+    without.leave_out_undone_factors()
+    assert (without.evidence, without.undone) == (before, {})
+    assert without.naming() is not first
+    assert [each is before for each in named_of] == [True, False, True]
+    # One that is undone stays left out, and what is named without it is known.
+    monkeypatch.setattr(measurement, "is_undone", lambda *_: True)
+    without.leave_out_undone_factors()
+    assert without.undone == {"b": {"b": 2.0}}
+    assert without.naming().named == ["b", "d4"]
+    assert named_of[-1] is without.evidence

@@ -17,7 +17,7 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-from kit import warm
+from kit import grammar, warm
 from kit.deadline import DEADLINE
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -128,6 +128,7 @@ CHILDREN = "GRAFTLAB_TESTS_CHILDREN"
 
 def start_warm() -> None:
     """Let all kernels that this process starts be warm."""
+    grammar.leave_out()  # in a JupyterLab that begins with this
     factory = KernelProvisionerFactory.instance()
     factory.provisioners[PROVISIONER] = EntryPoint(
         PROVISIONER, f"{__name__}:WarmProvisioner", KernelProvisionerFactory.GROUP_NAME

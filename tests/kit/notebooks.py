@@ -1,4 +1,4 @@
-"""Notebooks as files. nbformat takes seconds to import, so it is imported only where a test needs what it knows."""
+"""Notebooks as files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit import kernels
 
 
 def read(path: Path) -> Any:
-    import nbformat
+    import nbformat  # later than a worker of pytest collects its tests
 
     return nbformat.read(path, as_version=4)
 

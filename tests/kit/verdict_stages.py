@@ -139,7 +139,6 @@ class Made:
             "not_grafted": lambda rows, frame, threshold: ["not grafted"],
             "reads_unwritten": lambda found: [f"reads unwritten {each}" for each in found],
             "Measurement": self._measured,
-            "name_groups": lambda runs, evidence: self.naming,
             "Effects": lambda *_: SimpleNamespace(
                 causes=lambda: (self.causes, ["of causes"]),
                 of_quantised=lambda: ([*self.naming.quantised.text], False),
@@ -161,6 +160,7 @@ class Made:
         steps = ("split_calls", "partial_sums", "averages", "parts_of_gradients", "undone_factors")
         return SimpleNamespace(
             evidence=replace(self.evidence, weights=lent),
+            naming=lambda: self.naming,
             split=self.split,
             sums={},
             parts=self.parts,

@@ -21,6 +21,7 @@ from graftlab.verdict.added import (
     named_groups,
     one_sided_filter,
     records,
+    rows_where,
     unseen_of,
 )
 from graftlab.verdict.causes import Causes
@@ -337,6 +338,16 @@ def test_rows_as_dicts_have_plain_numbers_and_none_for_missing_values() -> None:
     assert last == {"name": None, "tags": {}, "step": 4, "rel_l2": None, "numel": None, "cast": "float16 -> float32"}
     assert [type(value) for value in first.values()] == [str, dict, int, float, int, type(None)]
     assert records(frame[:0]) == []
+    assert records(frame, "rel_l2", "numel") == [{"rel_l2": 0.5, "numel": 7}, {"rel_l2": None, "numel": None}]
+    assert records(frame[:0], "step") == []
+
+
+def test_all_rows_are_chosen_without_a_copy_and_some_or_none_keep_their_index() -> None:
+    frame = pd.DataFrame({"name": ["a", "b", "c"]}, index=[4, 5, 7])
+    assert rows_where(frame, frame["name"] != "d") is frame
+    some, none = rows_where(frame, frame["name"] != "b"), rows_where(frame, frame["name"] == "d")
+    assert some["name"].to_dict() == {4: "a", 7: "c"}
+    assert (len(none), list(none.columns)) == (0, ["name"])
 
 
 def test_of_many_taps_the_first_four_are_named_and_all_are_counted() -> None:
