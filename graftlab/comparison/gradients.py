@@ -12,6 +12,7 @@ import torch
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, first_of, spans
 from graftlab.base.world import other_side
+from graftlab.comparison.rows_of_loss import rows_of_loss
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
@@ -510,10 +511,10 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
             f"The gradients of the loss with respect to the model's results are {listed} times the baseline's: "
             "micro-batches or terms of the loss are weighted differently."
         )
-    most = f"rel_l2 {max(_distance(one.values, other.values) for one, other in pairs.values()):.2g}"
-    return (
-        f"The gradients of the loss with respect to the model's results differ ({most}): the loss or its labels differ."
-    )
+    apart = {place: _distance(one.values, other.values) for place, (one, other) in pairs.items()}
+    worst = max(apart, key=lambda place: apart[place])
+    differ = f"The gradients of the loss with respect to the model's results differ (rel_l2 {apart[worst]:.2g}): the"
+    return f"{differ} loss or its labels differ. {rows_of_loss(worst, *pairs[worst])}".rstrip()
 
 
 def _common_results(

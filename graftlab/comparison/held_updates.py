@@ -53,6 +53,40 @@ def judge_held_updates(
     ``known`` has, by weight, the distance of its gradients in a call that agrees.
     """
     session = repeats.session
+    of_calls = session.plan.pairs
+    of_update = _with_names_of_updates(of_calls, baseline[0], target[0])
+    if len(of_update) == len(of_calls):
+        return _judge(repeats, baseline, target, choice, proposal, known)
+    session.edit(pairs=of_update)
+    try:
+        return _judge(repeats, baseline, target, choice, proposal, known)
+    finally:
+        session.edit(pairs=of_calls)
+
+
+def _with_names_of_updates(
+    pairs: Sequence[PairRule], baseline: UpdateDescription, target: UpdateDescription
+) -> list[PairRule]:
+    """The pairs without those of weights that have equal names in the updates, and others in calls.
+
+    A fused loss calls a model without its head, in which a weight's name lacks the beginning.
+    """
+    return [
+        rule
+        for rule in pairs
+        if rule.target in target.dtypes or not (rule.baseline in baseline.dtypes and rule.baseline in target.dtypes)
+    ]
+
+
+def _judge(
+    repeats: Repeats,
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    choice: JudgingChoice,
+    proposal: Proposal | None,
+    known: Mapping[str, float],
+) -> Comparison:
+    session = repeats.session
     if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
         session.edit(pairs=[*session.plan.pairs, *states])
     show = OfUpdate(HeldUpdate.show_inputs)
@@ -62,7 +96,8 @@ def judge_held_updates(
     has_closure = any(each.has_closure for each in (*baseline, *target))
     has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
     gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    settings = _differing_settings(baseline[0], target[0], rows)
+    fused = _fused(session.plan.pairs, baseline[0])
+    settings = _differing_settings(baseline[0], target[0], rows, fused)
     step = _judge_step(repeats, choice, rows, gradients, len(target), names_lines=not settings)
     if step.from_parts:
         # The first sentence is on the parts, which the step makes whole; those on factors may explain another update.
@@ -89,7 +124,8 @@ def judge_held_updates(
     conclusion.doubt(gradients.rounding, gradients.losses)
     if not moved and (parted or gradients.sentences or step.tried or settings):
         conclusion.answer = "differ"
-    lacking = [] if has_closure or not has_gradients else _without_partner(baseline, target, rows, proposal is not None)
+    may_lack = has_gradients and not has_closure
+    lacking = _without_partner(baseline, target, rows, proposal is not None, fused) if may_lack else []
     apart, elsewhere = _updated_elsewhere(baseline[0], target[0], rows)
     # In 16 bits weights may differ by as much as a small update before the next one.
     is_wide = {*baseline[0].dtypes.values(), *target[0].dtypes.values()} == {"float32"}
@@ -222,6 +258,15 @@ def _pairs_of_states(
             layout = rule.layout if like_weight else "same"
             found.append(replace(rule, baseline=names[0], target=names[1], layout=layout))
     return found
+
+
+def _fused(pairs: Sequence[PairRule], baseline: UpdateDescription) -> dict[str, str]:
+    """The baseline's weight by the name of each of the target's that is a part of it, which is their pair's name."""
+    return {
+        rule.target: rule.baseline
+        for rule in pairs
+        if rule.is_part and rule.whole == "baseline" and rule.baseline in baseline.dtypes
+    }
 
 
 def _is_like_weight(update: UpdateDescription, name: str, key: str) -> bool:
@@ -377,10 +422,13 @@ def _without_partner(
     target: Sequence[UpdateDescription],
     rows: Sequence[Mapping[str, Any]],
     are_matched: bool,
+    fused: Mapping[str, str],
 ) -> list[str]:
     """A sentence on each side's weights whose gradients were not compared, and so neither were their updates."""
     pairs = [
-        (row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param_grad"
+        (fused.get(row["name"], row["name"]), row.get("target_name") or row["name"])
+        for row in rows
+        if kind_of(row["tags"]) == "param_grad"
     ]
     shares, advice = ("name or values", "") if are_matched else ("name", "; --match pairs weights by value")
     sentences = []
@@ -492,9 +540,15 @@ def _differing_classes(baseline: UpdateDescription, target: UpdateDescription) -
 
 
 def _differing_settings(
-    baseline: UpdateDescription, target: UpdateDescription, rows: Sequence[Mapping[str, Any]]
+    baseline: UpdateDescription,
+    target: UpdateDescription,
+    rows: Sequence[Mapping[str, Any]],
+    fused: Mapping[str, str],
 ) -> list[str]:
-    """Sentences on differing settings, with both sides' values."""
+    """Sentences on differing settings, with both sides' values.
+
+    ``fused`` has the baseline's weight by the name of each pair with a part of it.
+    """
     sentences: list[str] = []
     pairs = {row["name"]: row.get("target_name") or row["name"] for row in rows if kind_of(row["tags"]) == "param"}
     for setting in sorted({**baseline.settings, **target.settings}, key=lambda each: each == "initial_lr"):
@@ -504,7 +558,7 @@ def _differing_settings(
         ours, theirs = baseline.settings.get(setting, {}), target.settings.get(setting, {})
         differing: dict[tuple[Any, Any], list[str]] = {}
         for name, partner in pairs.items():
-            one, other = ours.get(name), theirs.get(partner)
+            one, other = ours.get(fused.get(name, name)), theirs.get(partner)
             if one is not None and other is not None and one != other:
                 differing.setdefault((one, other), []).append(name)
         for (one, other), names in differing.items():
@@ -513,9 +567,12 @@ def _differing_settings(
             sentences.append(
                 f"The optimizer's {setting} {verb} {one} on the baseline and {other} on the target{where}."
             )
-    apart = [name for name, partner in pairs.items() if baseline.dtypes.get(name) != target.dtypes.get(partner)]
-    if apart:
-        one, other = baseline.dtypes.get(apart[0]), target.dtypes.get(pairs[apart[0]])
+    dtypes = {
+        name: (baseline.dtypes.get(fused.get(name, name)), target.dtypes.get(partner))
+        for name, partner in pairs.items()
+    }
+    if apart := [name for name, (one, other) in dtypes.items() if one != other]:
+        one, other = dtypes[apart[0]]
         sentences.append(
             f"The weights are {one} on the baseline and {other} on the target: {first_of([*apart], 4)}. "
             "An update that is smaller than their rounding is lost."

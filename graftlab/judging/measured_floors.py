@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -68,6 +69,13 @@ class MeasuredFloors:
         """The floor of each tap: what rounding adds there."""
         return self._pooled(self.added, chain.from_iterable(each.exact for each in self._selves), _tap_name)
 
+    def of_wholes(self) -> dict[TapName, float]:
+        """By the name and kind of each tap that has a part of one of the baseline's: how far rounding moves the whole.
+
+        That is the norm of the difference, which no part of it exceeds.
+        """
+        return self._wholes(chain(self.added, *(each.exact for each in self._selves)))
+
     def accumulated(self, constant: float | None) -> AccumulatedFloors:
         """What rounding adds up to at each tap and in each returned value; ``constant`` replaces them all."""
         returned: dict[str, float] = {}
@@ -76,7 +84,8 @@ class MeasuredFloors:
                 returned[path] = max(returned.get(path, 0.0), rel_l2)
         outputs = chain.from_iterable(each.outputs for each in self._selves)
         distances = chain.from_iterable(each.exact_outputs for each in self._selves)
-        return AccumulatedFloors(self._pooled(outputs, distances, _tap_name), returned, constant)
+        wholes = self._wholes(chain.from_iterable((*each.outputs, *each.exact_outputs) for each in self._selves))
+        return AccumulatedFloors(self._pooled(outputs, distances, _tap_name), returned, constant, wholes)
 
     def of_output(self, group: str) -> Floor:
         """What rounding adds up to at a group of taps that is an output."""
@@ -90,6 +99,15 @@ class MeasuredFloors:
         """The last tap of the baseline's forward pass, as filters know it; None where no tap was recorded."""
         values = [added for each in self._selves[:1] for added in each.outputs if is_value(added.tags)]
         return self.paired(values[-1])[0] if values else None
+
+    def _wholes(self, rows: Iterable[AddedRounding]) -> dict[TapName, float]:
+        found: dict[TapName, float] = {}
+        for each in rows:
+            names = self.paired(each)
+            moved = each.rel_l2 * math.sqrt(each.squares)
+            if len(names) > 1 and math.isfinite(moved):
+                found |= {key: max(found.get(key, 0.0), moved) for key in (_tap_name(name, each) for name in names)}
+        return found
 
     def _pooled(
         self,

@@ -109,6 +109,7 @@ def name_groups(runs: VerdictRuns, evidence: Evidence) -> Naming:
         constant=constant,
         own=floors.of_taps(),
         allowed=quantised.floors,
+        wholes=floors.of_wholes(),
     )
     frame, behind = judged_until_sketch(frame, grafted, threshold)
     unseen += [behind] if behind else []

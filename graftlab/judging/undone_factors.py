@@ -31,27 +31,35 @@ Factors = Mapping[str, float]
 
 
 def scaled_taps(runs: VerdictRuns, evidence: Evidence, named: Collection[str]) -> dict[str, Factors]:
-    """The named groups, with the factors of their taps, whose taps differ by nothing else in the run without grafts.
+    """The named groups, with the factors of their taps, whose taps differ by nothing else from equal inputs.
 
     Empty if no second group of values is named, which the graft of such a tap might explain. Makes a run if there may
-    be such groups.
+    be such groups, and one before it if the inputs differ: values from other inputs, such as other tokens, are no
+    multiples.
     """
     values = [group for group in named if kind_of_group(group) is None]
     if len(values) < 2 or runs.recorded:
         return {}
+    rows = measured_rows(evidence.compared)
+    given = {group for group in named if kind_of_group(group) == "input"}
+    inputs = filter_of(
+        ((row["name"], "input") for row in rows if group_of(row["name"], row["tags"]) in given), whole_groups=False
+    )
+    if inputs is not None:
+        rows = measured_rows(runs.both("what differs from equal inputs", RunFilters(b2t=inputs, compare="True")))
     calls: dict[str, list[Mapping[str, Any]]] = {group: [] for group in values}
-    for row in measured_rows(evidence.compared):
+    for row in rows:
         group = group_of(row["name"], row["tags"])
         if group in calls and kind_of(row["tags"]) is None:
             calls[group].append(row)
-    likely = {group: rows for group, rows in calls.items() if rows and all(map(_may_be_scaled, rows))}
-    keep = filter_of((row["name"], None) for rows in likely.values() for row in rows)
+    likely = {group: each for group, each in calls.items() if each and all(map(_may_be_scaled, each))}
+    keep = filter_of((row["name"], None) for each in likely.values() for row in each)
     if keep is None:
         return {}
-    runs.both("whether taps differ by a factor", RunFilters(compare="True", keep=keep))
+    runs.both("whether taps differ by a factor", RunFilters(b2t=inputs, compare="True", keep=keep))
     found: dict[str, Factors] = {}
-    for group, rows in likely.items():
-        factors = [(row["name"], _factor(runs, row)) for row in rows]
+    for group, each in likely.items():
+        factors = [(row["name"], _factor(runs, row)) for row in each]
         # On every rank, and in every call of a tap.
         if all(factor for _, factor in factors):
             found[group] = dict(factors)

@@ -7,6 +7,7 @@ that repetitions show what the update itself computes differently.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,12 +42,20 @@ class TensorSample:
         """Draw the sample. For a DTensor it is of the whole tensor, so all of its ranks must call this."""
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         flat = real_parts(whole.detach()).reshape(-1)
-        places = torch.linspace(
-            0, max(flat.numel() - 1, 0), min(flat.numel(), _MOST_ELEMENTS), dtype=torch.float64, device="cpu"
-        )
-        values = flat[places.round().long().to(flat.device)].to("cpu", torch.float64)
+        values = flat[_places(flat.numel()).to(flat.device)].to("cpu", torch.float64)
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
         return cls(values, norm, tuple(whole.shape), str(whole.dtype).removeprefix("torch."))
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The place of each element in the flattened tensor of real numbers, int64."""
+        return _places(math.prod(self.shape))
+
+
+def _places(count: int) -> torch.Tensor:
+    """The places from which the elements of a tensor with so many are drawn."""
+    places = torch.linspace(0, max(count - 1, 0), min(count, _MOST_ELEMENTS), dtype=torch.float64, device="cpu")
+    return places.round().long()
 
 
 @dataclass(frozen=True)
@@ -361,7 +370,10 @@ def _scale_of_losses() -> float:
 
 
 def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The model whose weights an optimizer has; for several models, or weights of none, one module that holds all."""
+    """The model whose weights an optimizer has; for several models, or weights of none, one module that holds all.
+
+    A fused loss calls a model without its head, which has its weights' names in the whole model, as on the other side.
+    """
     left = {id(w): w for group in optimizer.param_groups for w in group["params"]}
     order = list(left)
     used = {}
@@ -372,12 +384,32 @@ def _named(models: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimiz
             left = {each: w for each, w in left.items() if each not in mine}
     if len(used) == 1 and not left:
         return next(iter(used.values()))
-    together = torch.nn.Module()
+    if left and used and (whole := _smallest_with(order, [*used.values()])) is not None:
+        return whole
+    together = _Together()
     for name, model in used.items():
         together.add_module(name, model)
     for each, weight in left.items():
         together.register_parameter(f"parameter_{order.index(each)}", weight)
     return together
+
+
+class _Together(torch.nn.Module):
+    """Holds models and weights that no module of the script has together."""
+
+
+def _smallest_with(weights: Collection[int], models: Collection[torch.nn.Module]) -> torch.nn.Module | None:
+    """The module of the script with the fewest weights that contains these models and the weights of these ids."""
+    found: dict[int, torch.nn.Module] = {}
+    for each in _living(torch.nn.Module):
+        # One whose construction has only begun has no parts yet.
+        is_whole = "_modules" in getattr(each, "__dict__", {}) and not isinstance(each, _Together)
+        if not is_whole or not {*map(id, models)} <= {*map(id, each.modules())}:
+            continue
+        held = {id(weight) for weight in each.parameters()}
+        if held.issuperset(weights):
+            found.setdefault(len(held), each)
+    return found[min(found)] if found else None
 
 
 # Settings of how a step is computed, which leave its result unchanged.

@@ -41,6 +41,7 @@ def added_frame(
     constant: float | None = None,
     own: Mapping[tuple[str, str | None], Floor] | None = None,
     allowed: Mapping[str, Floor] = MappingProxyType({}),
+    wholes: Mapping[tuple[str, str | None], float] = MappingProxyType({}),
 ) -> pd.DataFrame:
     """A row for each measured row of ``grafted``, in execution order, with the error added there.
 
@@ -49,7 +50,9 @@ def added_frame(
     larger of ``rel_l2`` and of the largest difference over the baseline's root mean square, each over its floor. A
     group without a floor takes the largest of all groups. ``own`` has floors of single taps, by name and kind; one
     replaces its group's if that pools unlike taps, see :func:`_floor_of`. ``allowed`` are the least floors of
-    values, by name. ``constant`` replaces every floor.
+    values, by name. ``wholes`` has, by name and kind, how far rounding moves the whole tensor whose part a tap has, as
+    a norm: the gradient of a fused bias has a part for the keys that is zero but for rounding. ``constant`` replaces
+    every floor.
     Nothing is named yet: the labels are all ``clean``, or ``unmeasured`` without a pair of finite numbers.
     """
     errors = {_place(row): row for row in measured_rows(compared)} if compared is not None else {}
@@ -73,6 +76,7 @@ def added_frame(
                 # Nothing before this tap was moved: each number rounds in proportion to its own size.
                 of_element = least * _largest_over_rms(row)
             floor = floor.at_least(least, of_element)
+            floor = of_cancelled_part(row, floor, wholes)
             if kind_of(row["tags"]) is None and (other := allowed.get(row["name"])) is not None:
                 floor = Floor(max(floor.rel_l2, other.rel_l2), max(floor.rel_max, other.rel_max))
         else:
@@ -128,6 +132,26 @@ def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
     if own is None or group.rel_l2 <= _UNLIKE * own.rel_l2:
         return group.of_spread()
     return own.of_spread()
+
+
+_CANCELLED = 1e3
+"""A part whose floor must be this many times higher, because rounding may have moved it as far as the whole, is zero
+but for what rounding leaves of terms that cancel.
+"""
+
+
+def of_cancelled_part(row: Mapping[str, Any], floor: Floor, wholes: Mapping[tuple[str, str | None], float]) -> Floor:
+    """The floor of a row; a higher one for a weight's gradient that is a part of a larger one and cancels.
+
+    ``wholes`` has, by name and kind, how far rounding moves the larger one, as a norm.
+    """
+    kind = kind_of(row["tags"])
+    moved = wholes.get((row["name"], kind)) if kind == "param_grad" else None
+    if moved is None or row["mean_baseline"] is None:
+        return floor
+    norm = math.hypot(row["mean_baseline"], row["std_baseline"]) * math.sqrt(row["numel"] or 0)
+    least = moved / norm if norm else 0.0
+    return floor.at_least(least) if least > _CANCELLED * floor.rel_l2 else floor
 
 
 def _largest_over_rms(row: Mapping[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
@@ -61,12 +61,14 @@ class AccumulatedFloors:
     """Accumulated rounding of a whole run of the baseline, with each tap moved by one unit in its last place.
 
     ``taps`` has floors by a tap's name and kind, ``returned`` a rel_l2 by the place in the function's result.
-    ``constant``, if given, replaces all of them.
+    ``constant``, if given, replaces all of them. ``wholes`` has, by the name and kind of a tap that is a part of one of
+    the baseline's, how far rounding moves the whole.
     """
 
     taps: Mapping[tuple[str, str | None], Floor]
     returned: Mapping[str, float]
     constant: float | None = None
+    wholes: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
 
     def of_tap(self, name: str, kind: str | None, dtype: str) -> Floor:
         """The floor of a tap; the largest one for a tap that the baseline did not record."""

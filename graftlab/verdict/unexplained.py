@@ -20,7 +20,15 @@ from graftlab.diffs.results import (
 )
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, assumed_floor, roundoff
 from graftlab.rows.schema import MEASURED
-from graftlab.verdict.added import coarser_dtype, in_more_calls, is_spread, measured_rows, ratio, rows_where
+from graftlab.verdict.added import (
+    coarser_dtype,
+    in_more_calls,
+    is_spread,
+    measured_rows,
+    of_cancelled_part,
+    ratio,
+    rows_where,
+)
 from graftlab.verdict.order import tap_codes
 from graftlab.verdict.returned_values import AccumulatedFloors, ReturnedValues, ValueDifference
 
@@ -42,7 +50,8 @@ def differing_taps(
     for row in sorted(measured_rows(compared), key=lambda row: (row["in_run"], row["order"])):
         if is_data(row["tags"]) or row["name"] in leave:
             continue
-        over = ratio(row, floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)))
+        floor = floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row))
+        over = ratio(row, floor if floors.constant is not None else of_cancelled_part(row, floor, floors.wholes))
         if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]
             found[row["name"]] = ValueDifference(row["name"], distance, over, is_spread=is_spread(row))

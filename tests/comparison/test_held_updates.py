@@ -18,9 +18,12 @@ from graftlab.comparison.answers import Comparison
 from graftlab.comparison.gradients import _distance, _factor, _is_unscaled, judge_gradients
 from graftlab.comparison.held_updates import (
     _differing_settings,
+    _fused,
     _not_taken,
     _pairs_of_states,
     _parted,
+    _with_names_of_updates,
+    _without_partner,
     judge_held_updates,
 )
 from graftlab.comparison.repeats import JudgingChoice, Repeats
@@ -726,7 +729,7 @@ def test_settings_are_compared_by_pairs_of_weights() -> None:
         settings={"initial_lr": {"W": 0.2, "b": 0.2}, "lr": {"W": 0.2, "b": 0.2, "g": 2}, "betas": {"W": (0.8, 0.99)}},
         dtypes={"W": "bfloat16", "b": "float32"},
     )
-    assert _differing_settings(ours, theirs, rows) == [
+    assert _differing_settings(ours, theirs, rows, {}) == [
         "The optimizer's lr is 0.1 on the baseline and 0.2 on the target.",
         "The optimizer's betas are (0.9, 0.99) on the baseline and (0.8, 0.99) on the target, for w.",
         "The weights are float32 on the baseline and bfloat16 on the target: w. An update that is "
@@ -736,12 +739,12 @@ def test_settings_are_compared_by_pairs_of_weights() -> None:
     theirs = replace(
         ours, settings={**ours.settings, "initial_lr": {"W": 0.2, "b": 0.1}}, dtypes={"W": "float32"} | ours.dtypes
     )
-    assert _differing_settings(ours, theirs, rows) == [
+    assert _differing_settings(ours, theirs, rows, {}) == [
         "The optimizer's initial_lr is 0.1 on the baseline and 0.2 on the target, for w."
     ]
     # One side's optimizer has no such setting.
     theirs = replace(ours, settings={"momentum": {"W": 0.9}}, dtypes={"W": "float32", "b": "float32"})
-    assert _differing_settings(ours, theirs, rows) == []
+    assert _differing_settings(ours, theirs, rows, {}) == []
 
 
 def test_weights_and_states_that_differ_before_an_update_are_named_beyond_drift() -> None:
@@ -940,3 +943,26 @@ def test_losses_beside_gradients_that_differ_are_compared_if_no_results_are() ->
         shown = f"2 on the baseline, {loss} on the target"
         assert found.sentences[1:] == (f"The losses from which the backward passes begin {how}: {shown}.",)
     assert len(judge_gradients(rows, [ours], [description({"w": wrong})], {}).sentences) == 1
+
+
+def test_pairs_of_calls_give_way_to_equal_names_of_weights_in_an_update() -> None:
+    weights = {name: torch.ones(2) for name in ("model.w", "model.v", "head")}
+    ours, whole = description(weights), description(weights)
+    of_part = description({"w": torch.ones(2), "v": torch.ones(2)})
+    pairs = [PairRule("model.w", "w"), PairRule("model.v", "v"), PairRule("model.norm", "norm")]
+    assert _with_names_of_updates(pairs, ours, whole) == pairs[2:]
+    assert _with_names_of_updates(pairs, ours, of_part) == pairs
+
+
+def test_the_settings_of_a_weight_that_one_side_has_fused_are_those_of_the_whole() -> None:
+    pairs = [PairRule("kv", name, f"part(dim=0, index={i}, of=[1, 1])") for i, name in enumerate("kv")]
+    ours, theirs = description({"kv": torch.ones(4)}), description({name: torch.ones(2) for name in "kv"})
+    ours = replace(ours, settings={"weight_decay": {"kv": 0.1}})
+    theirs = replace(theirs, settings={"weight_decay": {"k": 0.1, "v": 0.0}})
+    fused = _fused([*pairs, PairRule("x", "X")], ours)
+    assert fused == {"k": "kv", "v": "kv"}
+    rows = [{"name": n, "target_name": n, "tags": {"kind": kind}} for n in "kv" for kind in ("param", "param_grad")]
+    assert _differing_settings(ours, theirs, rows, fused) == [
+        "The optimizer's weight_decay is 0.1 on the baseline and 0.0 on the target, for v."
+    ]
+    assert _without_partner([ours], [theirs], rows, True, fused) == []

@@ -120,7 +120,7 @@ def test_states_are_compared_under_the_names_of_paired_weights(made: Any) -> Non
     made.repeats.session.plan.pairs = (PairRule("w", "W"),)
     edited: list[Any] = []
     made.repeats.session.edit = lambda **changes: edited.append(changes) or made.done.append("edited")
-    judged(made, *(update(states={name: {"step": ()}}, gradients={}) for name in "wW"))
+    judged(made, *(update(states={name: {"step": ()}}, gradients={}, dtypes={name: "float32"}) for name in "wW"))
     assert edited == [{"pairs": [PairRule("w", "W"), PairRule("w.step", "W.step")]}]
     assert made.done[0] == "edited"
 
@@ -428,7 +428,9 @@ def test_settings_are_compared_by_weight_and_said_once() -> None:
     def said(ours: Any, theirs: Any, *names: str) -> list[str]:
         given = [{"name": name, "tags": {"kind": "param"}} for name in names or ("w", "v")]
         dtypes = dict.fromkeys(("w", "v"), "float32")
-        return _differing_settings(update(settings=ours, dtypes=dtypes), update(settings=theirs, dtypes=dtypes), given)
+        return _differing_settings(
+            update(settings=ours, dtypes=dtypes), update(settings=theirs, dtypes=dtypes), given, {}
+        )
 
     both = {"w": 0.1, "v": 0.1}
     assert said({"lr": both}, {"lr": both}) == []
@@ -456,7 +458,7 @@ def test_weights_of_another_dtype_are_listed_by_the_baselines_names() -> None:
     given.append({"name": "w", "target_name": None, "tags": {"kind": "param_grad"}})
     ours = update(dtypes={"v": "float32", "w": "float32", "u": "float64"})
     theirs = update(dtypes={"v": "float32", "t.w": "bfloat16", "t.u": "float16"})
-    assert _differing_settings(ours, theirs, given) == [
+    assert _differing_settings(ours, theirs, given, {}) == [
         "The weights are float32 on the baseline and bfloat16 on the target: w, u. An update that is "
         "smaller than their rounding is lost.",
     ]

@@ -6,10 +6,14 @@ import math
 from typing import Any
 
 import pytest
+from kit.rows import tap
 
 from graftlab.grafting.self_graft import AddedRounding, SelfGraft
 from graftlab.judging.measured_floors import MeasuredFloors
+from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
+from graftlab.rows.store import to_frame
+from graftlab.verdict.unexplained import differing_taps
 
 
 def added(name: str, rel_l2: float, squares: float = 1.0, **tags: Any) -> AddedRounding:
@@ -33,6 +37,18 @@ def test_floors_pool_the_taps_of_all_ranks_and_the_distance_to_higher_precision(
     assert taps[("a", "grad")].rel_l2 == pytest.approx(0.1)
     assert set(found.of_groups()) == {"a", "a@grad"}
     assert found.of_groups()["a"] == taps[("a", None)]
+
+
+def test_taps_that_share_a_tap_of_the_baseline_know_how_far_rounding_moves_the_whole() -> None:
+    pairs = [PairRule("qk", name, f"part(dim=0, index={i}, of=[1, 1])") for i, name in enumerate("qk")]
+    moved = [added("qk", 2e-3, 4.0, kind="param_grad"), added("qk", 1e-3, 4.0, kind="param_grad"), added("v", 0.1)]
+    one = SelfGraft(moved, exact=[added("qk", math.inf, kind="param_grad")])
+    names = [("q", "param_grad"), ("k", "param_grad")]
+    own, wholes = MeasuredFloors([one], GraftPlan(pairs=tuple(pairs))), dict.fromkeys(names, pytest.approx(4e-3))
+    assert (own.of_wholes(), own.accumulated(None).wholes) == (wholes, {})
+    total = MeasuredFloors([SelfGraft(outputs=moved)], GraftPlan(pairs=tuple(pairs))).accumulated(None)
+    rows = to_frame([tap(name, 0, 1.0, own={"kind": kind}, std_baseline=4e-6, max_abs=4e-6) for name, kind in names])
+    assert (total.wholes, differing_taps(rows, total, 5.0)) == (wholes, [])
 
 
 def test_what_rounding_adds_up_to_is_the_most_of_any_rank_in_each_returned_value() -> None:

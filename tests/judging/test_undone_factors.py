@@ -62,10 +62,14 @@ class Model(nn.Module):
         return normed
 
 
-def forward(behind: float, sharp: float) -> torch.Tensor:
+def forward(behind: float, sharp: float, first: int = 0) -> torch.Tensor:
+    """From tokens that begin with ``first`` in the target."""
     model = Model(behind, sharp)
-    with gl.watch(model), torch.no_grad():
-        result: torch.Tensor = model(torch.arange(6).reshape(1, 6))
+    me = gl.here()
+    assert me is not None
+    begin = first if me.side == "target" else 0
+    with gl.watch(model, inputs=True), torch.no_grad():
+        result: torch.Tensor = model(torch.arange(begin, begin + 6).reshape(1, 6))
         return result
 
 
@@ -78,9 +82,17 @@ def test_a_right_target_that_scales_behind_its_embedding_is_cleared(session: gl.
 
 
 @pytest.mark.ranks
+def test_a_right_target_that_scales_behind_its_embedding_is_cleared_from_other_tokens(session: gl.Session) -> None:
+    verdict = session.verdict(forward, forward, args=(SCALE, 1.0, 2))
+    assert verdict.named == ["input.ids@input"]
+    assert "\nNot checked: embed (0.125 times): the target's value is a multiple of the baseline's" in verdict.text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("behind", [1.0, 7.0])
-def test_a_factor_that_is_missing_or_wrong_is_not_left_out(session: gl.Session, behind: float) -> None:
-    verdict = session.verdict(forward, forward, args=(behind, 1.0))
+def test_a_factor_that_is_missing_or_wrong_is_not_left_out(session: gl.Session, behind: float, first: int) -> None:
+    verdict = session.verdict(forward, forward, args=(behind, 1.0, first))
     assert "embed" in verdict.named
     assert "is a multiple of the baseline's" not in verdict.text
     assert answer_of(verdict.findings, True, True) == "differ"

@@ -232,6 +232,25 @@ def test_settings_are_plain_values_without_those_that_leave_the_result_unchanged
     assert not {"params", "foreach", "fused", "capturable", "differentiable"} & {*settings}
 
 
+def test_weights_of_a_model_that_is_called_without_its_head_have_their_names_in_the_whole() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    whole = Whole()
+    outer = nn.ModuleList([whole, nn.Linear(2, 2)])
+    nn.Module.__new__(nn.Linear)
+    held = update_of(whole.body, torch.optim.SGD(whole.parameters(), 0.1))
+    assert list(held.describe().dtypes) == ["body.weight", "body.bias", "head.weight", "head.bias"]
+    # Without the outer module, the two have no module in common.
+    alone = nn.Parameter(torch.ones(1))
+    held = update_of(outer[1], torch.optim.SGD([*outer[1].parameters(), alone], 0.1))
+    again = update_of(outer[1], torch.optim.SGD([*outer[1].parameters(), alone], 0.1))
+    names = ["parameter_2", "Net.weight", "Net.bias"]
+    assert list(held.describe().dtypes) == list(again.describe().dtypes) == names
+
+
 def test_a_sample_has_both_ends_of_a_large_tensor_and_the_norm_of_the_whole() -> None:
     values = torch.arange(10_000.0)
     sample = TensorSample.of(values.reshape(100, 100).bfloat16())

@@ -149,6 +149,22 @@ def test_a_least_floor_of_values_does_not_excuse_gradients_of_that_name() -> Non
     assert named_groups(frame, 5) == ["q@grad"]
 
 
+def test_a_part_of_a_weights_gradient_that_cancels_rounds_as_far_as_the_whole() -> None:
+    floors, wholes = {"k@param_grad": Floor(1e-6, 3e-6)}, {("k", "param_grad"): 2e-6, ("k", None): 2e-6}
+
+    def is_named(size: float, kind: str = "param_grad", apart: float = 0.5) -> bool:
+        cancels = {"std_baseline": size, "max_abs": apart * size, "tags": {"kind": kind} if kind else {}}
+        return bool(named_groups(added_frame(frame_of(row("k", apart, **cancels)), floors, wholes=wholes), 5))
+
+    assert not is_named(4e-6)
+    # One of a usual size has its own floor, and so has a value.
+    assert is_named(1e-2, apart=1e-4)
+    assert is_named(4e-6, kind="")
+    assert is_named(0.0)
+    unknown = row("k", None, mean_baseline=None, tags={"kind": "param_grad"})
+    assert added_frame(frame_of(unknown), floors, wholes=wholes)["label"].tolist() == ["unmeasured"]
+
+
 def test_a_baseline_of_zeros_has_the_floor_of_one_rounding() -> None:
     zeros = {"std_baseline": 0.0, "min_baseline": 0.0, "max_baseline": 0.0}
     frame = added_frame(frame_of(row("z", **zeros), row("y", math.inf, max_abs=1.0, **zeros)), {})

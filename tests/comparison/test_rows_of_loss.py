@@ -1,0 +1,61 @@
+"""A loss that reads other tokens, or weights them differently, is described by the gradients that it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graftlab.comparison.rows_of_loss import rows_of_loss
+from graftlab.ranks.held_update import TensorSample
+
+
+def said(baseline: torch.Tensor, target: torch.Tensor) -> str:
+    return rows_of_loss("call 1", TensorSample.of(baseline), TensorSample.of(target))
+
+
+def gradients(*extents: int) -> torch.Tensor:
+    return torch.randn(*extents, generator=torch.Generator().manual_seed(0))
+
+
+# The second one is larger than a sample.
+@pytest.mark.parametrize("width", [8, 3000])
+def test_positions_that_one_loss_alone_reads_are_listed(width: int) -> None:
+    given = gradients(3, 7, width)
+    ours, theirs = given.clone(), given.clone()
+    ours[:, 6:], theirs[:, :1] = 0, 0
+    assert said(ours, theirs) == (
+        "Along dim 1 of call 1 the baseline's loss reads 0-5, and the target's 1-6: its positions or its mask differ."
+    )
+    assert said(ours, torch.zeros_like(ours)) == (
+        "Along dim 0 of call 1 the baseline's loss reads 0-2, and the target's none: its positions or its mask differ."
+    )
+
+
+def test_rows_that_a_mask_leaves_out_on_one_side_are_counted() -> None:
+    ours, theirs = gradients(2, 4, 8), gradients(2, 4, 8)
+    ours[0, 2:], ours[1, :1] = 0, 0
+    assert said(ours, theirs) == (
+        "Of 8 rows (last dim) of call 1 the loss reads 0 on the baseline alone, and 3 on the target alone: its mask "
+        "differs, or the labels that it ignores."
+    )
+
+
+def test_factors_of_rows_are_stated_if_they_explain_the_difference() -> None:
+    given = gradients(4, 8)
+    factors = torch.tensor([1.0, -0.5, 2.0, 1.0])[:, None]
+    assert said(given, factors * given) == (
+        "Each row (last dim) of call 1 has its own factor there (-0.5 to 2 times the baseline's): the loss weights "
+        "rows, such as tokens, differently."
+    )
+    assert said(given, factors * given + 0.01 * gradients(8, 4).T) == ""
+
+
+def test_nothing_is_said_of_rows_that_may_round_to_zero_or_that_no_sample_shows() -> None:
+    ours, theirs = gradients(4, 8), gradients(4, 8) + 0.1 * gradients(8, 4).T
+    ours[0], theirs[0] = 1e-5 * ours[0], 0
+    assert said(ours, theirs) == ""
+    many = gradients(5000, 2)
+    assert said(many, 2 * many) == ""
+    assert said(many[0], many[1]) == said(torch.tensor(1.0), torch.tensor(2.0)) == ""
+    waves = torch.complex(ours, theirs)
+    assert said(waves, waves.flip(0)) == ""
