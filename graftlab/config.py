@@ -297,7 +297,9 @@ class GraftConfig:
         Raises :class:`ConfigError` for an address that is neither a folder nor has a port.
         """
         address = self.address
-        if address is None or address in _LOOPBACK or (os.sep in address and "://" not in address):
+        is_folder = address is not None and os.sep in address and "://" not in address
+        # A network address with a single slash would be a folder in which no other process waits.
+        if address is None or address in _LOOPBACK or (is_folder and not address.startswith("tcp:")):
             return None
         found = Endpoint.parse(address, self.port)
         if found is None or not found.port:

@@ -32,6 +32,13 @@ logger = logging.getLogger(__name__)
 # A captured value of this size is nearly always a mistake (a tensor or frame in a global), and every rank receives it.
 LARGE = 16 << 20
 
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PICKLED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4),
+}
+
 # Of the pickled value, at the end of what is sent.
 _SIZE = struct.Struct("<Q")
 
@@ -56,7 +63,17 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.CodeType):
             # cloudpickle 3.1.3 and later replace the file's name, by which tracebacks find the source.
             return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+        if type(obj) is torch.Tensor and obj.dtype not in _PICKLED and obj.layout == torch.strided:
+            # Of newer dtypes, such as float8, torch does not unpickle what it has pickled.
+            bits = obj.detach().view(_OF_SIZE[obj.dtype.itemsize])
+            return _in_dtype, (bits, obj.dtype, obj.requires_grad, vars(obj))
         return super().reducer_override(obj)
+
+
+def _in_dtype(bits: torch.Tensor, dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    made = bits.view(dtype).requires_grad_(requires_grad)
+    vars(made).update(attributes)
+    return made
 
 
 def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
@@ -67,11 +84,17 @@ class _ResultPacker(_Packer):
     """Sends tensors as plain CPU tensors with only their own bytes, without the rest of a view's storage."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.device.type != "meta":
+        if isinstance(obj, torch.Tensor) and _has_plain_bytes(obj):
             local = obj.to_local() if hasattr(obj, "to_local") else obj
             # Of a buffer pickle makes no copy on the way, and the other side gets one that it may write.
             return from_bytes, (pickle.PickleBuffer(buffer_of(local).data), local.dtype, tuple(local.shape))
         return super().reducer_override(obj)
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    # Quantized tensors have scales beside their bytes, and a view of them in another dtype ends the process.
+    is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_plain and tensor.device.type != "meta"
 
 
 class Packed:

@@ -8,9 +8,9 @@ import signal
 import time
 from typing import Protocol, TypeVar
 
-from graftlab.errors import SessionError
+from graftlab.errors import MessageError, SessionError
 from graftlab.ranks.handle import RankHandle
-from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal, Reply, Stacks, pack
+from graftlab.ranks.messages import Answer, AskStacks, Query, Question, Refusal, Reply, Stacks, pack, unpack_to_rank
 
 A = TypeVar("A", bound=Answer)
 
@@ -35,9 +35,17 @@ class Queries:
     def ask(self, rank: RankHandle, question: Question, expected: type[A]) -> A:
         """Return the answer of the rank's control thread, which has the type ``expected``.
 
-        Raises :class:`SessionError` when no answer arrives in time, or the rank refuses with a reason.
+        Raises :class:`SessionError` when no answer arrives in time, the rank refuses with a reason, or a field of the
+        question has the wrong type.
         """
         number = next(self._numbers)
+        frame = pack(Query(number, question))
+        try:
+            # A rank ends at a message that it cannot read, and an argument of the wrong type would be one.
+            unpack_to_rank(memoryview(frame))
+        except MessageError as error:
+            wrong = error.__cause__ or error
+            raise SessionError(f"{rank.label} is not asked, because an argument has the wrong type: {wrong}") from None
         waiting: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._answers[number] = (rank, waiting)
         # Packing tensors may take time. A stack does not: a rank that takes long to send it hangs.
@@ -45,7 +53,7 @@ class Queries:
         try:
             if not rank.alive:
                 raise SessionError(f"{rank.label} cannot answer ({rank.how_it_ended()})")
-            rank.channel.send(pack(Query(number, question)))
+            rank.channel.send(frame)
             answer = waiting.get(timeout=limit)
         except queue.Empty:
             advice = "" if isinstance(question, AskStacks) else "; session.stacks() shows where it is in the code"

@@ -59,8 +59,8 @@ def of_functions(session: SessionCore, request: VerdictRequest) -> VerdictReques
     target = default.get("target") if request.target is None else request.target
     if baseline is None or target is None:
         raise SessionError(
-            "verdict: give baseline= and target=, the functions to judge; only a session that listens for jobs judges "
-            "without them, in the steps that the jobs make anyway"
+            "give baseline= and target=, the functions to judge; only a session that listens for jobs judges without "
+            "them, in the steps that the jobs make anyway"
         )
     if request.steps != 1 or request.graft_weights:
         raise SessionError(

@@ -18,6 +18,9 @@ from graftlab.plan.plan import FILTER_MEANINGS
 FILTER_OPTIONS = tuple(f"--{name}" for name in FILTER_MEANINGS)
 CELL_TARGETS = ("baseline", "target", "both", "transform")
 
+# Methods and functions of a session that are called differently here.
+_OF_METHODS = {"launch": "up", "edit": "filter", "execute": "run", "dashboard": "ui", "close": "down"}
+
 _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 # The name of an option, unless it is inside a string of an expression.
 _STRING_OR_OPTION = re.compile(rf"{_STRING}|(?:^|(?<=\s))(?P<option>--[a-zA-Z][\w-]*|-h)(?=\s|=|$)", re.DOTALL)
@@ -37,7 +40,8 @@ def parse(line: str) -> tuple[str, argparse.Namespace]:
     if command is None:
         if name.partition("[")[0] in CELL_TARGETS:
             raise UsageError(f"%graft: write %%graft {name}, with two %, on the first line of a cell")
-        hint = "".join(f"; did you mean {close!r}?" for close in difflib.get_close_matches(name, COMMANDS, n=1))
+        near = [_OF_METHODS[name]] if name in _OF_METHODS else difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = "".join(f"; did you mean {close!r}?" for close in near)
         raise UsageError(f"%graft: unknown command {name!r}{hint or '; %graft lists the commands'}")
     if command.raw == "filters":
         return name, _parse_filters(command, rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +16,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.pylabtools import select_figure_formats
 from IPython.display import display
 
+from graftlab.base.text import counted, listed
 from graftlab.base.world import SIDES, Side
 from graftlab.comparison.closer_look import rounding_may_hide_mistakes
 from graftlab.comparison.functions import compare_expression
@@ -22,7 +24,7 @@ from graftlab.control.core import callees_of, internals_of
 from graftlab.control.interrupt_report import interrupt_and_report
 from graftlab.control.post_mortems import prompt
 from graftlab.control.run import Run, state_of
-from graftlab.errors import WaitInterrupted
+from graftlab.errors import RunError, WaitInterrupted
 from graftlab.filters.check import FilterCheck, check_summary
 from graftlab.launching import launch
 from graftlab.magics import command_line, subcommands
@@ -71,6 +73,10 @@ class GraftMagics(Magics):
         except subcommands.HelpRequest as help_:
             sys.stdout.write(help_.text + "\n")
             return None
+        except RunError as error:
+            if not (advice := self._on_names_of_the_notebook(error)):
+                raise
+            raise RunError(f"{error}\n\n{advice}", error.failures) from None
         except WaitInterrupted:
             raise
         except KeyboardInterrupt:
@@ -94,6 +100,18 @@ class GraftMagics(Magics):
             rows = f". The rows of the closed session are in session.frame and in {last.folder}" if last else ""
             raise UsageError(f"%graft: no session is open; `%graft up -b 1 -t 2` starts one{rows}")
         return session
+
+    def _on_names_of_the_notebook(self, error: RunError) -> str:
+        """What to do about names that the ranks lack and the notebook has; blank if there are none."""
+        missing = dict.fromkeys(re.findall(r"NameError: name '(\w+)' is not defined", str(error)))
+        if not (known := [name for name in missing if name in self._namespace()]):
+            return ""
+        exist, them = ("exists", "it") if len(known) == 1 else ("exist", "them")
+        return (
+            f"{listed(list(map(repr, known)))} {exist} in the notebook, not on the ranks: define {them} there in a "
+            "`%%graft both` cell, or give session.run(baseline=..., target=...) functions, which may use variables of "
+            "the notebook"
+        )
 
     def _cell(self, where: str, cell: str) -> None:
         if where in ("", "-h", "--help"):
@@ -164,13 +182,14 @@ class GraftMagics(Magics):
                 "%graft up: the open session is a session of jobs; `%graft down` closes it, and its jobs keep running"
             )
         if asked != other:
+            runs = counted(len(session.runs), "run")
             changed = ", ".join(
                 f"{name} {other[name]} -> {asked[name]}" for name in asked if asked[name] != other[name]
             )
             busy = ", one still running" if session.runs and not session.runs[-1].done else ""
             raise UsageError(
                 f"%graft up: a session with other options is open ({changed}). Closing it loses everything on its "
-                f"{len(session.ranks)} ranks: models, variables, kept tensors ({len(session.runs)} runs so far"
+                f"{len(session.ranks)} ranks: models, variables, kept tensors ({runs} so far"
                 f"{busy}; {session.row_count:,} rows stay in {session.folder}). To close it, add --replace"
             )
         sys.stdout.write(
@@ -263,11 +282,13 @@ class GraftMagics(Magics):
 
     @staticmethod
     def _newest_expression(session: Session) -> str:
-        """Return the newest expression that both sides evaluated."""
+        """Return the newest expression that both sides have evaluated."""
         for run in reversed(session.runs):
             code = state_of(run).code
             text = code.get("baseline")
-            if isinstance(text, str) and code.get("target") == text and not text.startswith("#"):
+            if not isinstance(text, str) or text.startswith("#") or code.get("target") != text:
+                continue
+            if not run.failures:
                 return text
         raise UsageError("%graft lines: no run evaluated an expression on both sides; give one after the tap's name")
 

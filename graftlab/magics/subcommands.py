@@ -258,7 +258,7 @@ def _compare() -> Iterator[Command]:
         "lines",
         "Show the lines of source at which a tap's error arises.\n\n"
         "Both sides evaluate the expression several times, so it must be repeatable. Without an expression, they\n"
-        "evaluate the expression of the newest run, and jobs are traced in the steps that they run anyway.",
+        "evaluate the newest that both have evaluated, and jobs are traced in the steps that they run anyway.",
         "the lines",
         more="TAP ",
         raw="[EXPR]",

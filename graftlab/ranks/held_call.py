@@ -279,6 +279,10 @@ class HeldCall:
         if self._is_sharded() and any(tensor.requires_grad for _, tensor in tensors_by_path(self._state)):
             # That pass would leave gradients where the script's own pass accumulates.
             return "FSDP2 shards the weights, and an argument requires a gradient"
+        if not self._models:
+            return "code that has taps is called as it is, so its weights are not tapped"
+        if not self._is_sharded() and not self._trained():
+            return "no weight of the call's models needs a gradient"
         self._set_backward(True)
         return self._called_once(self.drop_backward)
 

@@ -60,6 +60,8 @@ class LaunchOptions:
             )
         if self.start_method not in get_args(StartMethod):
             raise LaunchError(f"start_method={self.start_method!r}: ranks start by 'forkserver' or 'spawn'")
+        if self.on is not None and not hasattr(self.on, "start_ranks"):
+            raise LaunchError(f"on={self.on!r}: give gl.Ray(...), or leave it out to start the ranks on this machine")
         _require_seconds("timeout", self.timeout)
         if self.tap_timeout is not None:
             _require_seconds("tap_timeout", self.tap_timeout)

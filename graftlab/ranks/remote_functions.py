@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from graftlab.base.text import counted
 from graftlab.errors import RequestError
 from graftlab.grafting import active
 from graftlab.grafting.filled_memory import Repetition, has_compiled, repeat_with_filled_memory
@@ -173,7 +174,8 @@ def feed_batches(function: Feed, batches: list[tuple[str, list[Any]]]) -> list[B
                 outputs = list(function(requests))
             if len(outputs) != len(requests):
                 raise RequestError(
-                    f"the function returned {len(outputs)} outputs for {len(requests)} requests; return one for each"
+                    f"the function returned {counted(len(outputs), 'output')} for {counted(len(requests), 'request')}; "
+                    "return one for each"
                 )
             fed.append(BatchAnswer(outputs, step=began))
         except (Exception, SystemExit) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from graftlab.base.files import open_named
+from graftlab.base.text import counted
 from graftlab.errors import DumpError
 from graftlab.requests.budget import BudgetExceeded
 from graftlab.requests.journal import is_journal, read_journal
@@ -81,8 +82,8 @@ def _read(path: str | Path, data: bytes) -> Any:
     except PickleReadError as error:
         requests, _ = _records([item for item in error.reader.list_under("requests") if isinstance(item, tuple)])
         raise DumpError(
-            f"{path} is readable up to byte {error.offset} of {len(data)}, with {len(requests)} whole requests before "
-            f"it, which are this error's `requests`: {error.reason}",
+            f"{path} is readable up to byte {error.offset} of {len(data)}, with "
+            f"{counted(len(requests), 'whole request')} before it, which this error's `requests` has: {error.reason}",
             error.offset,
             requests,
         ) from None

@@ -319,6 +319,34 @@ def test_results_arrive_bit_exact_in_every_dtype_and_layout(data: st.DataObject)
     assert same or not tensor.numel()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint16", "uint32", "uint64"])
+def test_arguments_arrive_in_dtypes_that_torch_does_not_unpickle(dtype: str) -> None:
+    made = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
+    needs_grad = made.is_floating_point()
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(made, requires_grad=needs_grad)
+    strided = made[1:5].view(2, 2).t()
+    strided.tag = "kept"  # type: ignore[attr-defined]
+    _, (arrived, view, empty, meta), _ = unpack_call(
+        pack_call(print, (model, strided, made[:0], torch.empty(2, dtype=made.dtype, device="meta")), {})
+    )
+    assert (arrived.weight.dtype, arrived.weight.requires_grad) == (made.dtype, needs_grad)
+    assert arrived.weight.detach().view(torch.uint8).tolist() == list(range(48))
+    assert (view.dtype, view.stride(), view.tag) == (made.dtype, strided.stride(), "kept")
+    assert view.contiguous().view(torch.uint8).equal(strided.contiguous().view(torch.uint8))
+    assert (empty.dtype, empty.shape, meta.dtype, meta.shape) == (made.dtype, (0,), made.dtype, (2,))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_result_arrives_with_its_scale_and_a_nested_one_as_itself() -> None:
+    made = torch.quantize_per_tensor(torch.tensor([1.0, -2.0]), 0.5, 1, torch.qint8)
+    arrived = unpack_result(pack_result(made))
+    assert (arrived.q_scale(), arrived.q_zero_point()) == (0.5, 1)
+    assert arrived.dequantize().tolist() == [1.0, -2.0]
+    nested = unpack_result(pack_result(torch.nested.nested_tensor([torch.ones(1), torch.zeros(2)])))
+    assert [each.tolist() for each in nested.unbind()] == [[1.0], [0.0, 0.0]]
+
+
 def test_result_tensor_has_only_its_own_bytes_and_no_autograd_history() -> None:
     base = torch.zeros(1_000_000, requires_grad=True)
     blob = pack_result({"view": (base * 2)[3:5], "parameter": torch.nn.Parameter(torch.ones(2))})

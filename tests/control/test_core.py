@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -40,6 +40,7 @@ from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import (
     AskKeptInput,
+    AskKeptMap,
     AskKeptPair,
     AskKeptTags,
     AskStacks,
@@ -54,6 +55,7 @@ from graftlab.ranks.messages import (
     PlanAdopted,
     PlanUpdate,
     Query,
+    Question,
     Refusal,
     Reply,
     RunDone,
@@ -385,6 +387,25 @@ def test_a_refusal_or_a_wrong_answer_raises_an_error_that_names_the_rank(ranks: 
     answering(queries, ranks[1], {AskStacks: KeptValue(None)})
     with pytest.raises(SessionError, match=r"target\[0\] answered AskStacks with KeptValue, not Stacks"):
         queries.ask(ranks[1].rank, AskStacks(), Stacks)
+
+
+@pytest.mark.parametrize(
+    ("question", "says"),
+    [
+        (AskKeptPair(cast("str", 3), {}), "Expected `str`, got `int` - at `$.question.name`"),
+        (AskKeptMap("h", {}, cast("tuple[int, ...]", ("a",))), "Expected `int`, got `str` - at `$.question.dims[0]`"),
+    ],
+)
+def test_a_question_that_a_rank_could_not_read_is_not_sent(
+    question: Question, says: str, ranks: list[TalkingRank]
+) -> None:
+    queries = Queries(60.0)
+    with pytest.raises(SessionError) as refused:
+        queries.ask(ranks[1].rank, question, KeptValue)
+    assert str(refused.value) == f"target[0] is not asked, because an argument has the wrong type: {says}"
+    assert not queries._answers
+    answering(queries, ranks[1], {AskStacks: Stacks("idle")})
+    assert queries.ask(ranks[1].rank, AskStacks(), Stacks).text == "idle"
 
 
 def test_a_rank_that_does_not_answer_is_named_with_where_it_is(

@@ -190,7 +190,7 @@ def test_too_few_outputs_are_reported(session: gl.Session, tmp_path: Path) -> No
     path = write(tmp_path / "dump.pkl", [recorded("a", 1), recorded("b", 2)])
     replay = session.replay(path, good, lambda requests: good(requests)[:1], batch_size=2)
     assert replay.summary["status"].tolist() == ["failed", "failed"]
-    assert replay.summary["error"].str.contains("returned 1 outputs for 2 requests").all()
+    assert replay.summary["error"].str.contains("returned 1 output for 2 requests").all()
 
 
 def test_damaged_requests_are_reported_and_skipped(

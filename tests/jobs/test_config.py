@@ -121,7 +121,9 @@ def test_an_address_is_parsed_as_network_endpoint_or_local_folder(
     assert config.rendezvous.is_absolute()
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.7", "tcp://10.0.0.7", "tcp://a b:3", "10.0.0.7:99999", "udp://x:1", "tcp:/x:1"]
+)
 def test_an_address_that_cannot_be_parsed_is_refused(address: str) -> None:
     with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is .* or tcp://HOST:PORT"):
         GraftConfig(**COMPLETE, address=address).require_complete()

@@ -284,7 +284,7 @@ def test_a_verdict_on_a_launched_session_needs_functions(session: SessionCore, r
     with pytest.raises(
         SessionError,
         match=exactly(
-            "verdict: give baseline= and target=, the functions to judge; only a session that listens for "
+            "give baseline= and target=, the functions to judge; only a session that listens for "
             "jobs judges without them, in the steps that the jobs make anyway"
         ),
     ):

@@ -41,7 +41,7 @@ def test_each_side_has_its_own_default_function(session: Any) -> None:
         with pytest.raises(
             SessionError,
             match=exactly(
-                "verdict: give baseline= and target=, the functions to judge; only a session that listens "
+                "give baseline= and target=, the functions to judge; only a session that listens "
                 "for jobs judges without them, in the steps that the jobs make anyway"
             ),
         ):

@@ -17,7 +17,7 @@ from matplotlib import pyplot
 
 from graftlab.base.world import Place
 from graftlab.control.verdicts import Verdict
-from graftlab.errors import WaitInterrupted
+from graftlab.errors import RunError, WaitInterrupted
 from graftlab.magics import magics
 from graftlab.magics.magics import GraftMagics, complete_graft, magics_of_completion
 from graftlab.remote.ray_cluster import Ray
@@ -109,6 +109,31 @@ def test_a_stopped_command_says_what_was_known(raised: BaseException, said: str,
     with pytest.raises(WaitInterrupted) as stopped:
         notebook.run("verdict f(x)")
     assert str(stopped.value) == said
+
+
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [
+        (["mine"], "'mine' exists in the notebook, not on the ranks: define it there in a"),
+        (["x", "mine", "x"], "'x' and 'mine' exist in the notebook, not on the ranks: define them there in a"),
+        (["typo"], None),
+        (["typo", "x"], "'x' exists in the notebook, not on the ranks: define it there in a"),
+    ],
+)
+def test_a_name_that_only_the_notebook_has_is_said_to_be_there(
+    missing: list[str], advice: str | None, notebook: Notebook
+) -> None:
+    raised = RunError("\n".join(f"NameError: name {each!r} is not defined" for each in missing), {"target[0]": ""})
+    notebook.names.update(x=1, mine=2)
+    vars(notebook.magics)["_verdict"] = Mock(side_effect=raised)
+    with pytest.raises(RunError) as shown:
+        notebook.run("verdict f(x)")
+    rest = (
+        " `%%graft both` cell, or give session.run(baseline=..., target=...) functions, which may use variables of "
+        "the notebook"
+    )
+    assert str(shown.value) == (str(raised) if advice is None else f"{raised}\n\n{advice}{rest}")
+    assert shown.value.failures == {"target[0]": ""}
 
 
 @pytest.mark.parametrize(
@@ -379,8 +404,10 @@ def test_lines_take_the_newest_expression_that_both_sides_evaluated(
 ) -> None:
     monkeypatch.setattr(magics, "state_of", lambda run: run)
     notebook.session._internals.default_callees = {}
-    codes = [("f(0)", "f(0)"), ("f(1)", "f(1)"), ("f(2)", "g(2)"), ("# f", "# f"), (None, None)]
-    notebook.session.runs = [SimpleNamespace(code={"baseline": one, "target": other}) for one, other in codes]
+    codes = [("f(0)", "f(0)"), ("f(1)", "f(1)"), ("f(2)", "g(2)"), ("# f", "# f"), (None, None), ("f(3)", "f(3)")]
+    runs = [SimpleNamespace(code={"baseline": one, "target": other}, failures={}) for one, other in codes]
+    runs[-1].failures = {"target[0]": "NameError: name 'f' is not defined"}
+    notebook.session.runs = runs
     notebook.run("lines h.0")
     # Jobs run what they run.
     notebook.session.ranks[0].takes_work = False

@@ -159,6 +159,7 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("baseline", "write %%graft baseline, with two %"),
         ("target[1]", r"write %%graft target\[1\], with two %"),
         ("statsu", "unknown command 'statsu'; did you mean 'status'"),
+        ("launch", "unknown command 'launch'; did you mean 'up'"),
     ],
 )
 def test_a_wrong_line_is_refused_with_what_was_expected(line: str, said: str) -> None:

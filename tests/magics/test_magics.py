@@ -252,7 +252,7 @@ def test_a_verdict_is_shown_and_kept_under_a_name(notebook: Kernel) -> None:
         notebook, "%graft lines -o lines hidden forward(torch.ones(4))"
     )
     assert value(notebook, "len(lines.frame)") == "0"
-    # The expression of the newest run.
+    # The newest expression.
     typed(notebook, "%graft run forward(torch.ones(4))")
     assert "'hidden' adds no more than rounding" in value(notebook, "%graft lines hidden")
     assert "hidden" in value(notebook, "session.plan.b2t")

@@ -55,6 +55,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         ({"device": "cuda:99"}, "device='cuda:99': this machine has"),
         ({"backend": "carrier_pigeon"}, "backend='carrier_pigeon' is not available in this build of torch"),
         ({"start_method": "fork"}, "start_method='fork': ranks start by 'forkserver' or 'spawn'"),
+        ({"on": "ray:auto"}, "on='ray:auto': give gl.Ray(...), or leave it out to start the ranks on this machine"),
         ({"timeout": 0}, "timeout=0: give seconds, more than 0"),
         ({"timeout": float("nan")}, "timeout=nan: give seconds, more than 0"),
     ],

@@ -103,7 +103,7 @@ def test_each_batch_has_its_outputs_or_its_own_failure(grafter: StandInGrafter) 
     assert bad.outputs == [None, None]
     assert str(bad.error).startswith("ValueError: no such request\n")
     assert "in answer" in str(bad.error)
-    assert str(short.error).startswith("RequestError: the function returned 1 outputs for 2 requests; return one for")
+    assert str(short.error).startswith("RequestError: the function returned 1 output for 2 requests; return one for")
     assert (left.outputs, str(left.error).partition("\n")[0]) == ([None], "SystemExit: 2")
     assert (last.outputs, last.error) == (["E"], None)
 

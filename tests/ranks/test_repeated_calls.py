@@ -259,6 +259,15 @@ def test_a_backward_pass_that_fails_is_dropped() -> None:
     assert held().keys() == {""}
 
 
+def test_without_weights_that_need_gradients_no_backward_pass_is_repeated() -> None:
+    frozen, x = net().requires_grad_(False), torch.ones(2, requires_grad=True)
+    held = of(lambda: frozen(x), frozen)
+    assert held.try_backward() == "no weight of the call's models needs a gradient"
+    tapped = HeldCall(lambda: net()(x), {}, {}, WatchChoice())
+    assert tapped.try_backward() == "code that has taps is called as it is, so its weights are not tapped"
+    assert held().keys() == tapped().keys() == {""}
+
+
 def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one() -> None:
     model = net()
     model[0].bias.requires_grad_(False)

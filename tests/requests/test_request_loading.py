@@ -25,6 +25,7 @@ from kit import warm
 from kit.limits import limited
 
 import graftlab as gl
+from graftlab.base.text import counted
 from graftlab.errors import DumpError
 from graftlab.graphs.slots import FillContext
 from graftlab.requests import Opaque, RecordedRequest, RequestDumper, load_dump, rebuilding
@@ -593,7 +594,7 @@ def test_a_truncated_file_reports_how_far_it_is_readable_and_yields_that_part(tm
         assert error.offset <= length
         assert [record.rid for record in error.requests] == [f"r{index}" for index in range(len(error.requests))]
         assert f"byte {error.offset} of {length}" in str(error)
-        assert f"{len(error.requests)} whole requests" in str(error)
+        assert f"with {counted(len(error.requests), 'whole request')} before it" in str(error)
         counts.append(len(error.requests))
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, 8)
