@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import GeneratorType
+from types import GeneratorType, MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -391,18 +391,7 @@ class HeldCall:
         if self._is_sharded():
             return "FSDP2 shards the weights, and gathers them from memory of 16 bits"
         read = self._read()
-        given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
-        if self._float32 is not None:
-            of_state = _numbers_in({**self._models, **self._state})
-            own = self._float32.values({path: each for path, each in of_state.items() if path in kept})
-            given |= {id(read[path]): value for path, value in own.items()}
-        for path, dtype in rounded.items():
-            if path in read:
-                value = read[path].detach() if path not in numbers else numbers[path]
-                given[id(read[path])] = value.to(dtype).to(read[path].dtype)
-        for path in rounded_otherwise:
-            if path in read and (moved := read[path]).dtype in NARROW and own_part(moved) is moved:
-                given[id(moved)] = rounded_at_random(given.get(id(moved), moved.detach()), moved.dtype)
+        given = self._given(read, numbers, rounded, kept, rounded_otherwise)
         try:
             self._wide = WideTensors(read.values(), given, sharing)
         except SessionError as error:
@@ -415,21 +404,49 @@ class HeldCall:
             return f"{first_of([*reads.operators])} round to 16 bits even then, and read numbers that are out of reach"
         return reason
 
-    def widen_operators(self, rounded_otherwise: Collection[str] = ()) -> str | None:
+    def _given(
+        self,
+        read: Mapping[str, torch.Tensor],
+        numbers: Mapping[str, torch.Tensor],
+        rounded: Mapping[str, torch.dtype],
+        kept: Collection[str],
+        rounded_otherwise: Collection[str],
+    ) -> dict[int, torch.Tensor]:
+        """The values that replace those of tensors that are ``read``, by id; for the others see :meth:`widen`."""
+        given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
+        if self._float32 is not None:
+            of_state = _numbers_in({**self._models, **self._state})
+            own = self._float32.values({path: each for path, each in of_state.items() if path in kept})
+            given |= {id(read[path]): value for path, value in own.items()}
+        for path, dtype in rounded.items():
+            if path in read:
+                value = read[path].detach() if path not in numbers else numbers[path]
+                given[id(read[path])] = value.to(dtype).to(read[path].dtype)
+        for path in rounded_otherwise:
+            if path in read and (moved := read[path]).dtype in NARROW and own_part(moved) is moved:
+                given[id(moved)] = rounded_at_random(given.get(id(moved), moved.detach()), moved.dtype)
+        return given
+
+    def widen_operators(
+        self,
+        numbers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rounded: Mapping[str, torch.dtype] = MappingProxyType({}),
+        kept: Collection[str] = (),
+        rounded_otherwise: Collection[str] = (),
+    ) -> str | None:
         """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
 
         See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
-        operator reads them, such as weights, are rounded as before. For ``rounded_otherwise``, see :meth:`widen`.
+        operator reads them, such as weights, are rounded as before. For the arguments see :meth:`widen`: what they name
+        is replaced, and nothing else is.
         """
         if self._has_backward:
             return "it has a backward pass"
         self._restore()
         read = self._read()
-        moved = [each for path in rounded_otherwise if (each := read.get(path)) is not None and each.dtype in NARROW]
-        if moved:
-            given = {id(each): rounded_at_random(each.detach(), each.dtype) for each in moved}
+        if given := self._given(read, numbers, rounded, kept, rounded_otherwise):
             try:
-                self._wide = WideTensors(moved, given)
+                self._wide = WideTensors([each for each in read.values() if id(each) in given], given)
             except SessionError as error:
                 return str(error)
             self._snapshot = self._taken()

@@ -447,7 +447,7 @@ def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> 
     assert held.widen_operators() is None
     plain = held()[""]
     held.narrow()
-    assert held.widen_operators(["table", "unknown"]) is None
+    assert held.widen_operators(rounded_otherwise=["table", "unknown"]) is None
     apart = float((held()[""] - plain).detach().norm() / plain.detach().norm())
     held.narrow()
     assert 0 < apart < 20 * roundoff("bfloat16")
@@ -455,6 +455,25 @@ def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> 
     assert held.widen_operators() is None
     assert torch.equal(held()[""], plain)
     held.end()
+
+
+def test_a_call_in_float64_reads_given_numbers_in_place_of_state_that_was_rounded_otherwise() -> None:
+    model, x = net(), torch.ones(2)
+    model.cache = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    held = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)
+    of_other_side = (model.cache * 3).bfloat16()
+    assert held.widen_operators({"cache": of_other_side, "unknown": x}) is None
+    given = held()[""]
+    held.narrow()
+    model.cache = of_other_side
+    other = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)
+    assert other.widen_operators() is None
+    assert torch.equal(other()[""], given)
+    other.narrow()
+    # Weights in float32 are rounded as the other side has them.
+    assert other.widen_operators({}, {f"0.weight{WEIGHT}": torch.bfloat16}) is None
+    assert 0 < float((other()[""] - given).detach().norm()) < 0.1
+    other.end()
 
 
 def test_constants_are_what_no_call_has_changed() -> None:
