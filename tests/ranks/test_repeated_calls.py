@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -437,6 +437,32 @@ def test_operators_that_round_and_read_16_bits_out_of_reach_are_not_in_float32(
     assert model[0].weight.dtype == (torch.float32 if operator is None else torch.bfloat16)
     held.end()
     assert model[0].weight.dtype == torch.bfloat16
+
+
+def _runs_in_no_mode() -> Callable[[Tensor], Tensor]:
+    """Code that fails at first, as a higher-order operator does in a mode that does not know it."""
+    errors = [NotImplementedError("There was no rule registered")]
+
+    def code(x: Tensor) -> Tensor:
+        while errors:
+            raise errors.pop()
+        return x
+
+    return code
+
+
+@pytest.mark.parametrize(
+    "code",
+    [_runs_in_no_mode(), lambda x: torch.sparse.mm(torch.eye(2).bfloat16().to_sparse().float(), x[:, None])[:, 0]],
+    ids=["runs in no mode", "sparse"],
+)
+def test_code_whose_reads_cannot_be_noted_is_repeated_in_float32_all_the_same(code: Any) -> None:
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    held = of(lambda: model(code(x)), model, x=x)
+    assert held.widen({}, {}) is None
+    assert held()[""].dtype == torch.float32
+    held.end()
+    assert model[0].weight.dtype == x.dtype == torch.bfloat16
 
 
 def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> None:
