@@ -399,16 +399,19 @@ class _Together(torch.nn.Module):
 
 
 def _smallest_with(weights: Collection[int], models: Collection[torch.nn.Module]) -> torch.nn.Module | None:
-    """The module of the script with the fewest weights that contains these models and the weights of these ids."""
-    found: dict[int, torch.nn.Module] = {}
+    """The module of the script with the fewest weights that contains these models and the weights of these ids.
+
+    Of several, as where a trainer's module contains the model, it is the innermost one.
+    """
+    found: dict[tuple[int, int], torch.nn.Module] = {}
     for each in _living(torch.nn.Module):
         # One whose construction has only begun has no parts yet.
         is_whole = "_modules" in getattr(each, "__dict__", {}) and not isinstance(each, _Together)
-        if not is_whole or not {*map(id, models)} <= {*map(id, each.modules())}:
+        if not is_whole or not {*map(id, models)} <= (parts := {*map(id, each.modules())}):
             continue
         held = {id(weight) for weight in each.parameters()}
         if held.issuperset(weights):
-            found.setdefault(len(held), each)
+            found.setdefault((len(held), len(parts)), each)
     return found[min(found)] if found else None
 
 

@@ -238,8 +238,15 @@ def test_weights_of_a_model_that_is_called_without_its_head_have_their_names_in_
             super().__init__()
             self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
 
-    whole = Whole()
-    outer = nn.ModuleList([whole, nn.Linear(2, 2)])
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Whole()
+
+    # A module around the model with no weights beside it, made first.
+    trainer = Trainer()
+    whole = trainer.model
+    outer = nn.ModuleList([trainer, nn.Linear(2, 2)])
     nn.Module.__new__(nn.Linear)
     held = update_of(whole.body, torch.optim.SGD(whole.parameters(), 0.1))
     assert list(held.describe().dtypes) == ["body.weight", "body.bias", "head.weight", "head.bias"]
