@@ -12,6 +12,8 @@ from graftlab.ranks.held_update import TensorSample
 
 # The share of a row's gradient that its own factor may leave unexplained.
 _UNEXPLAINED = 1e-3
+# How many times less that must be than what one factor for all rows leaves.
+_BETTER = 10.0
 # A row with less than this part of the usual gradient may be zero on the other side by rounding.
 _OF_USUAL = 1e-3
 
@@ -72,8 +74,11 @@ def _of_factors(place: str, baseline: TensorSample, target: TensorSample, rows: 
     read = squares > 0
     factors = torch.where(read, products / squares.clamp_min(1e-300), torch.zeros_like(squares))
     left = float((target.values - factors[rows] * baseline.values).norm())
-    limit = max(_UNEXPLAINED, assumed_floor([baseline.dtype, target.dtype])[0])
-    if not read.any() or not left <= limit * float(target.values.norm()):
+    square = float(squares.sum())
+    # What one factor for all rows leaves.
+    apart = float((target.values - float(products.sum()) / square * baseline.values).norm()) if square else 0.0
+    limit = max(_UNEXPLAINED, assumed_floor([baseline.dtype, target.dtype])[0]) * float(target.values.norm())
+    if not (left <= limit < apart and left <= apart / _BETTER):
         return ""
     low, high = (float(each) for each in (factors[read].min(), factors[read].max()))
     return (

@@ -50,6 +50,15 @@ def test_factors_of_rows_are_stated_if_they_explain_the_difference() -> None:
     assert said(given, factors * given + 0.01 * gradients(8, 4).T) == ""
 
 
+@pytest.mark.parametrize("factor", [-1.0, 2.0])
+def test_one_factor_of_all_rows_or_none_at_all_is_no_factor_of_each(factor: float) -> None:
+    given = gradients(2, 4, 8)
+    assert said(given, factor * given) == ""
+    # Rows of eight numbers have factors by chance, which explain little.
+    assert said(given, given + 1.05e-3 * gradients(4, 2, 8).reshape(2, 4, 8).flip(0)) == ""
+    assert said(torch.zeros(2, 4), torch.zeros(2, 4)) == ""
+
+
 def test_nothing_is_said_of_rows_that_may_round_to_zero_or_that_no_sample_shows() -> None:
     ours, theirs = gradients(4, 8), gradients(4, 8) + 0.1 * gradients(8, 4).T
     ours[0], theirs[0] = 1e-5 * ours[0], 0
