@@ -135,8 +135,10 @@ def _floor_of(row: Mapping[str, Any], group: Floor, own: Floor | None) -> Floor:
 
 
 _CANCELLED = 1e3
-"""A part whose floor must be this many times higher, because rounding may have moved it as far as the whole, is zero
-but for what rounding leaves of terms that cancel.
+_OF_CANCELLED = 0.1
+"""A part is zero but for what rounding leaves of terms that cancel if its floor must be this many times higher, because
+rounding may have moved it as far as the whole, and if that is at least this much of the part itself. One that is just
+small, as the gradient of queries' weights when training begins, rounds in proportion to its own size.
 """
 
 
@@ -151,7 +153,7 @@ def of_cancelled_part(row: Mapping[str, Any], floor: Floor, wholes: Mapping[tupl
         return floor
     norm = math.hypot(row["mean_baseline"], row["std_baseline"]) * math.sqrt(row["numel"] or 0)
     least = moved / norm if norm else 0.0
-    return floor.at_least(least) if least > _CANCELLED * floor.rel_l2 else floor
+    return floor.at_least(least) if least > max(_CANCELLED * floor.rel_l2, _OF_CANCELLED) else floor
 
 
 def _largest_over_rms(row: Mapping[str, Any]) -> float:

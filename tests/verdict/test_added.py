@@ -157,8 +157,9 @@ def test_a_part_of_a_weights_gradient_that_cancels_rounds_as_far_as_the_whole() 
         return bool(named_groups(added_frame(frame_of(row("k", apart, **cancels)), floors, wholes=wholes), 5))
 
     assert not is_named(4e-6)
-    # One of a usual size has its own floor, and so has a value.
+    # One of a usual size has its own floor, and so have one that is just small, and a value.
     assert is_named(1e-2, apart=1e-4)
+    assert is_named(3e-5, apart=1e-2)
     assert is_named(4e-6, kind="")
     assert is_named(0.0)
     unknown = row("k", None, mean_baseline=None, tags={"kind": "param_grad"})
