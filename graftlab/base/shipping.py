@@ -34,7 +34,7 @@ LARGE = 16 << 20
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PICKLED = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4),
 }
