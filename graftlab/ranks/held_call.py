@@ -36,7 +36,7 @@ from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
-from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTensors, rounded_at_random
+from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTensors, memory_of, rounded_at_random
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
@@ -453,8 +453,12 @@ class HeldCall:
         self._restore()
         read = self._read()
         if given := self._given(read, numbers, rounded, kept, rounded_otherwise):
+            chosen = [each for each in read.values() if id(each) in given]
+            if not memory_of(chosen).isdisjoint(memory_of(each for each in read.values() if id(each) not in given)):
+                # A write into one of two views must reach the other, and so must what is given.
+                return "some tensors share their memory"
             try:
-                self._wide = WideTensors([each for each in read.values() if id(each) in given], given)
+                self._wide = WideTensors(chosen, given)
             except SessionError as error:
                 return str(error)
             self._snapshot = self._taken()

@@ -49,9 +49,8 @@ class WideTensors:
             if not known or each.layout != torch.strided:
                 raise SessionError("some tensors are sparse, or of a class that is not torch's")
         parts = [own_part(each) for each in chosen.values()]
-        storages = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
         # A write into one of two views must reach the other.
-        if len(storages) < sum(1 for part in parts if part.numel()):
+        if len(memory_of(parts)) < sum(1 for part in parts if part.numel()):
             raise SessionError("some tensors share their memory")
         _refuse_too_large(parts, sharing)
         try:
@@ -83,6 +82,12 @@ class WideTensors:
             else:
                 tensor.data = data
         self._narrow = []
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The addresses of the memory of tensors; nothing for sparse, empty ones and those of classes that are not torch's."""
+    parts = (own_part(each) for each in tensors if each.layout == torch.strided)
+    return {each.untyped_storage().data_ptr() for each in parts if type(each) in _PLAIN and each.numel()}
 
 
 def _refuse_too_large(parts: Iterable[torch.Tensor], sharing: int) -> None:

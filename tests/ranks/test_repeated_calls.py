@@ -507,6 +507,10 @@ def test_a_call_in_float64_reads_given_numbers_in_place_of_state_that_was_rounde
     assert other.widen_operators({}, {f"0.weight{WEIGHT}": torch.bfloat16}) is None
     assert 0 < float((other()[""] - given).detach().norm()) < 0.1
     other.end()
+    # A view of it would keep what the call itself had.
+    model.view = model.cache[:1]  # type: ignore[assignment,index]
+    viewed = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)
+    assert viewed.widen_operators({"cache": x.bfloat16()}) == "some tensors share their memory"
 
 
 def test_constants_are_what_no_call_has_changed() -> None:
