@@ -85,7 +85,7 @@ class WideTensors:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The addresses of the memory of tensors; nothing for sparse, empty ones and those of classes that are not torch's."""
+    """The addresses of the memory of tensors; nothing for sparse ones, and for classes that are not torch's."""
     parts = (own_part(each) for each in tensors if each.layout == torch.strided)
     return {each.untyped_storage().data_ptr() for each in parts if type(each) in _PLAIN and each.numel()}
 
