@@ -1,4 +1,4 @@
-"""Leaves out a grammar that no test needs: jsonschema, and so nbformat and JupyterLab, import it for one of its formats,
+"""Leaves out a grammar that no test needs. jsonschema, and so nbformat and JupyterLab, import it for one format,
 and to compile it takes a second and a half of each process.
 """
 
