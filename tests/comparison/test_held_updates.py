@@ -977,3 +977,9 @@ def test_the_settings_of_a_weight_that_one_side_has_fused_are_those_of_the_whole
         "The optimizer's weight_decay is 0.1 on the baseline and 0.0 on the target, for v."
     ]
     assert _without_partner([ours], [theirs], rows, True, fused) == []
+    # The other part may have no gradient.
+    theirs = replace(theirs, gradients={"k": theirs.gradients["k"]})
+    assert _without_partner([ours], [theirs], rows[:2], True, fused) == [
+        "The gradients of 1 of the baseline's 1 weights were not compared, because no weight of the target has the "
+        "same name or values: kv."
+    ]
