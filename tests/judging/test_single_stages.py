@@ -538,6 +538,19 @@ def test_inputs_that_differ_name_no_computation(inputs: list[str], not_repeated:
     assert naming(("b",), inputs=inputs, not_repeated=not_repeated).clears is clears
 
 
+def test_partners_that_taps_have_now_are_sought_of_outdated_pairs_alone(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.runs.present_pairs = lambda: made.note("present pairs", [])
+    monkeypatch.setattr(judgement, "learned_from_other_code", lambda outdated: f"learned: {outdated}")
+    monkeypatch.setattr(judgement, "with_present_partners", lambda outdated, *_: outdated)
+    for outdated, found in (([], ([], None)), (["a"], (["a"], "learned: ['a']"))):
+        monkeypatch.setattr(judgement, "outdated_pairs", lambda *_, outdated=outdated: outdated)
+        made.asked.clear()
+        assert Judgement(made.runs)._outdated_pairs(made.evidence, made.naming) == found
+        assert made.asked == ["present pairs"] * len(outdated)
+
+
 def test_masked_values_are_left_out_where_something_differs_and_nothing_is_named(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
