@@ -163,7 +163,10 @@ class Repeats:
             # A rank whose operators cannot run in float64 would keep the others waiting.
             if len(self.session.ranks) > 2:
                 raise SessionError(failure)
-            run = self.session.run(partial(widen_operators, ()), partial(widen_operators, moved))
+            run = self.session.run(
+                partial(widen_operators, nothing[0], ours, kept_of_baseline),
+                partial(widen_operators, numbers[0], theirs, kept_of_target, moved),
+            )
             if _failure(run) is not None:
                 raise SessionError(failure)
             # Writes into the call's own tensors still round to float32.

@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import GeneratorType
+from types import GeneratorType, MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -368,8 +368,7 @@ class HeldCall:
         up to four roundings. With a ``trial``, all ranks of the side do the same, or none. The
         memory is shared with ``sharing`` ranks.
         """
-        within = trial or contextlib.nullcontext()
-        reason = self._widened(numbers, rounded, within, sharing, kept, rounded_otherwise)
+        reason = self._widened(numbers, rounded, trial, sharing, kept, rounded_otherwise)
         if trial is not None and (failed := trial.end(reason)) is not None and reason is None:
             self.narrow()
             return failed
@@ -382,7 +381,7 @@ class HeldCall:
         self,
         numbers: Mapping[str, torch.Tensor],
         rounded: Mapping[str, torch.dtype],
-        within: contextlib.AbstractContextManager[object],
+        trial: TrialOfRanks | None,
         sharing: int,
         kept: Collection[str],
         rounded_otherwise: Collection[str],
@@ -391,6 +390,34 @@ class HeldCall:
         if self._is_sharded():
             return "FSDP2 shards the weights, and gathers them from memory of 16 bits"
         read = self._read()
+        given = self._given(read, numbers, rounded, kept, rounded_otherwise)
+        try:
+            self._wide = WideTensors(read.values(), given, sharing)
+        except SessionError as error:
+            return str(error)
+        self._snapshot = self._taken()
+        with trial or contextlib.nullcontext(), ReadsOf16Bits() as reads:
+            reason = self._called_once(lambda: None)
+        if reason is not None and trial is None:
+            # Some operators, such as flex attention, run in no mode.
+            reason = self._called_once(lambda: None)
+        if reason is not None:
+            self.narrow()
+            return reason
+        if reads.operators:
+            self.narrow()
+            return f"{first_of([*reads.operators])} round to 16 bits even then, and read numbers that are out of reach"
+        return None
+
+    def _given(
+        self,
+        read: Mapping[str, torch.Tensor],
+        numbers: Mapping[str, torch.Tensor],
+        rounded: Mapping[str, torch.dtype],
+        kept: Collection[str],
+        rounded_otherwise: Collection[str],
+    ) -> dict[int, torch.Tensor]:
+        """The values that replace those of tensors that are ``read``, by id; for the others see :meth:`widen`."""
         given = {id(tensor): numbers[path] for path, tensor in read.items() if path in numbers}
         if self._float32 is not None:
             of_state = _numbers_in({**self._models, **self._state})
@@ -403,33 +430,28 @@ class HeldCall:
         for path in rounded_otherwise:
             if path in read and (moved := read[path]).dtype in NARROW and own_part(moved) is moved:
                 given[id(moved)] = rounded_at_random(given.get(id(moved), moved.detach()), moved.dtype)
-        try:
-            self._wide = WideTensors(read.values(), given, sharing)
-        except SessionError as error:
-            return str(error)
-        self._snapshot = self._taken()
-        with within, ReadsOf16Bits() as reads:
-            reason = self._called_once(self.narrow)
-        if reason is None and reads.operators:
-            self.narrow()
-            return f"{first_of([*reads.operators])} round to 16 bits even then, and read numbers that are out of reach"
-        return reason
+        return given
 
-    def widen_operators(self, rounded_otherwise: Collection[str] = ()) -> str | None:
+    def widen_operators(
+        self,
+        numbers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rounded: Mapping[str, torch.dtype] = MappingProxyType({}),
+        kept: Collection[str] = (),
+        rounded_otherwise: Collection[str] = (),
+    ) -> str | None:
         """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
 
         See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
-        operator reads them, such as weights, are rounded as before. For ``rounded_otherwise``, see :meth:`widen`.
+        operator reads them, such as weights, are rounded as before. For the arguments see :meth:`widen`: what they name
+        is replaced, and nothing else is.
         """
         if self._has_backward:
             return "it has a backward pass"
         self._restore()
         read = self._read()
-        moved = [each for path in rounded_otherwise if (each := read.get(path)) is not None and each.dtype in NARROW]
-        if moved:
-            given = {id(each): rounded_at_random(each.detach(), each.dtype) for each in moved}
+        if given := self._given(read, numbers, rounded, kept, rounded_otherwise):
             try:
-                self._wide = WideTensors(moved, given)
+                self._wide = WideTensors([each for each in read.values() if id(each) in given], given)
             except SessionError as error:
                 return str(error)
             self._snapshot = self._taken()

@@ -127,9 +127,14 @@ def widen_call(
     return held_call().widen(numbers[me.rank], rounded, of_ranks, ranks, kept, rounded_otherwise)
 
 
-def widen_operators(rounded_otherwise: Collection[str]) -> str | None:
+def widen_operators(
+    numbers: Mapping[str, torch.Tensor],
+    rounded: Mapping[str, torch.dtype],
+    kept: Collection[str] = (),
+    rounded_otherwise: Collection[str] = (),
+) -> str | None:
     """Repeat the held call in float64, operator by operator; see :meth:`HeldCall.widen_operators`."""
-    return held_call().widen_operators(rounded_otherwise)
+    return held_call().widen_operators(numbers, rounded, kept, rounded_otherwise)
 
 
 def release_call() -> None:

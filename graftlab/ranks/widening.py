@@ -207,7 +207,8 @@ class ReadsOf16Bits(UntracedMode):
 def _memory_of_16_bits(values: Sequence[Any]) -> Iterator[int]:
     """The addresses of tensors of 16 bits that are more than one number."""
     for each in tensors_in(values):
-        if each.dtype in NARROW and each.dim() and each.numel() and type(each) in _PLAIN:
+        is_plain = type(each) in _PLAIN and each.layout == torch.strided
+        if is_plain and each.dtype in NARROW and each.dim() and each.numel():
             yield each.untyped_storage().data_ptr()
 
 

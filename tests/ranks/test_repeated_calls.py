@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -439,6 +439,32 @@ def test_operators_that_round_and_read_16_bits_out_of_reach_are_not_in_float32(
     assert model[0].weight.dtype == torch.bfloat16
 
 
+def _runs_in_no_mode() -> Callable[[Tensor], Tensor]:
+    """Code that fails at first, as a higher-order operator does in a mode that does not know it."""
+    errors = [NotImplementedError("There was no rule registered")]
+
+    def code(x: Tensor) -> Tensor:
+        while errors:
+            raise errors.pop()
+        return x
+
+    return code
+
+
+@pytest.mark.parametrize(
+    "code",
+    [_runs_in_no_mode(), lambda x: torch.sparse.mm(torch.eye(2).bfloat16().to_sparse().float(), x[:, None])[:, 0]],
+    ids=["runs in no mode", "sparse"],
+)
+def test_code_whose_reads_cannot_be_noted_is_repeated_in_float32_all_the_same(code: Any) -> None:
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    held = of(lambda: model(code(x)), model, x=x)
+    assert held.widen({}, {}) is None
+    assert held()[""].dtype == torch.float32
+    held.end()
+    assert model[0].weight.dtype == x.dtype == torch.bfloat16
+
+
 def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> None:
     model, x = net(), torch.ones(2)
     model.table = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
@@ -447,7 +473,7 @@ def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> 
     assert held.widen_operators() is None
     plain = held()[""]
     held.narrow()
-    assert held.widen_operators(["table", "unknown"]) is None
+    assert held.widen_operators(rounded_otherwise=["table", "unknown"]) is None
     apart = float((held()[""] - plain).detach().norm() / plain.detach().norm())
     held.narrow()
     assert 0 < apart < 20 * roundoff("bfloat16")
@@ -455,6 +481,25 @@ def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> 
     assert held.widen_operators() is None
     assert torch.equal(held()[""], plain)
     held.end()
+
+
+def test_a_call_in_float64_reads_given_numbers_in_place_of_state_that_was_rounded_otherwise() -> None:
+    model, x = net(), torch.ones(2)
+    model.cache = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    held = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)
+    of_other_side = (model.cache * 3).bfloat16()
+    assert held.widen_operators({"cache": of_other_side, "unknown": x}) is None
+    given = held()[""]
+    held.narrow()
+    model.cache = of_other_side
+    other = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)
+    assert other.widen_operators() is None
+    assert torch.equal(other()[""], given)
+    other.narrow()
+    # Weights in float32 are rounded as the other side has them.
+    assert other.widen_operators({}, {f"0.weight{WEIGHT}": torch.bfloat16}) is None
+    assert 0 < float((other()[""] - given).detach().norm()) < 0.1
+    other.end()
 
 
 def test_constants_are_what_no_call_has_changed() -> None:
