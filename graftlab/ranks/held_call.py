@@ -40,6 +40,7 @@ from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTen
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
+from graftlab.taps.untraced import COMPILER
 from graftlab.taps.watch import Watch, watch, weights_of
 
 # How many items are taken of a generator, which may be endless.
@@ -399,7 +400,9 @@ class HeldCall:
         with trial or contextlib.nullcontext(), ReadsOf16Bits() as reads:
             reason = self._called_once(lambda: None)
         if reason is not None and trial is None:
-            # Some operators, such as flex attention, run in no mode.
+            # Some operators, such as flex attention, run in no mode, and the compiler remembers that they failed.
+            if COMPILER in sys.modules:
+                torch.compiler.reset()
             reason = self._called_once(lambda: None)
         if reason is not None:
             self.narrow()
