@@ -456,7 +456,12 @@ def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, 
     assert floors == "of groups"
     assert options.pop("compared") is made.evidence.compared
     # Nothing was run against itself, so rounding is assumed.
-    assert options == {"own": "of taps", "constant": assumed_floor(["float32"])[0], "allowed": {}, "wholes": "of wholes"}
+    assert options == {
+        "own": "of taps",
+        "constant": assumed_floor(["float32"])[0],
+        "allowed": {},
+        "wholes": "of wholes",
+    }
     assert found.accumulated.constant == options["constant"]
     assert (found.named, found.differing, found.given) == (["b", "c"], ["differs"], {"x"})
     assert given["differing_taps"][1] == {"leave": {"x"}}
