@@ -13,6 +13,7 @@ from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, first_of, spans
 from graftlab.base.world import other_side
 from graftlab.comparison.rows_of_loss import rows_of_loss
+from graftlab.diffs.results import is_in_a_cache
 from graftlab.diffs.rounding import assumed_floor, roundoff
 from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
@@ -512,7 +513,8 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
             "micro-batches or terms of the loss are weighted differently."
         )
     apart = {place: _distance(one.values, other.values) for place, (one, other) in pairs.items()}
-    worst = max(apart, key=lambda place: apart[place])
+    # A cache has gradients of the model's own attention.
+    worst = max(apart, key=lambda place: (not is_in_a_cache(place), apart[place]))
     differ = f"The gradients of the loss with respect to the model's results differ (rel_l2 {apart[worst]:.2g}): the"
     return f"{differ} loss or its labels differ. {rows_of_loss(worst, *pairs[worst])}".rstrip()
 

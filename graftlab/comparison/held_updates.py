@@ -426,10 +426,12 @@ def _without_partner(
 ) -> list[str]:
     """A sentence on each side's weights whose gradients were not compared, and so neither were their updates."""
     pairs = [
-        (fused.get(row["name"], row["name"]), row.get("target_name") or row["name"])
-        for row in rows
-        if kind_of(row["tags"]) == "param_grad"
+        (row["name"], row.get("target_name") or row["name"]) for row in rows if kind_of(row["tags"]) == "param_grad"
     ]
+    parts = {name for name, _ in pairs}
+    # A fused weight is compared if each of its parts is.
+    wholes = {*fused.values()} - {whole for part, whole in fused.items() if part not in parts}
+    pairs += [(whole, "") for whole in wholes]
     shares, advice = ("name or values", "") if are_matched else ("name", "; --match pairs weights by value")
     sentences = []
     for place, (side, own) in enumerate(zip(SIDES, (baseline, target), strict=True)):

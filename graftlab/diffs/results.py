@@ -109,6 +109,15 @@ def value_in_words(path: str) -> str:
     return f"the returned value{f' {path}' if path else ''}"
 
 
+def is_in_a_cache(path: str) -> bool:
+    """Whether a value in what a model returns belongs to a cache for its next call, by the usual names.
+
+    >>> is_in_a_cache("['past_key_values'].layers[0].keys"), is_in_a_cache("['logits']")
+    (True, False)
+    """
+    return _IN_A_CACHE.fullmatch(path) is not None
+
+
 class NamedTensors(dict[str, torch.Tensor]):
     """The tensors of a result by their paths in it; as a result itself, it has the same paths."""
 
@@ -282,7 +291,7 @@ def compare_named(
     )
     longer = [path for path in more if _continues_a_list(path, one, other)]
     # A port without a cache computes the same, and so does one that does not return its arguments.
-    cached = [path for path in less if _IN_A_CACHE.fullmatch(path) or path in passed_on]
+    cached = [path for path in less if is_in_a_cache(path) or path in passed_on]
     if cached:
         left.append(f"only the baseline returns {_shown_paths(cached)}")
     less = [path for path in less if path not in cached]

@@ -273,9 +273,12 @@ class SessionServer:
 
     def _admit_here(self, connection: socket.socket, join: JoinRequest, segment: int | None) -> None:
         rank, ends = self._admit(join, segment)
-        send_handshake(connection, self._accepted(rank, ends, local=True))
-        send_descriptors(connection, ends)
-        rank.close_rank_ends()
+        try:
+            send_handshake(connection, self._accepted(rank, ends, local=True))
+            send_descriptors(connection, ends)
+        finally:
+            # Of a process that no longer waits for the answer, too: open here they would hold its place for good.
+            rank.close_rank_ends()
         if join.rejoin is not None:
             self._jobs.plans.send_to(rank)
 

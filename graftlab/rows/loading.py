@@ -12,7 +12,7 @@ from graftlab.errors import SessionError
 from graftlab.rows import parquet
 from graftlab.rows.columns import Block, Columns
 from graftlab.rows.frames import frame_of
-from graftlab.rows.log import LogReader, refuse_old_format
+from graftlab.rows.log import LogReader
 
 
 def load_run(folder: str | Path) -> pd.DataFrame:
@@ -42,7 +42,6 @@ def tables(folder: Path) -> Iterator[pa.Table]:
     """
     # First the log: rows that leave it from now on are in files that are listed afterwards.
     with LogReader(folder) as log:
-        refuse_old_format(folder)
         count = 0
         files = parquet.row_files(folder)
         yield from parquet.read_many((file, 0, file.count) for file in files)

@@ -31,7 +31,6 @@ from graftlab.rows.tables import RowError, table_of_lines
 logger = logging.getLogger(__name__)
 
 ROWS_FILE = "rows.jsonl"
-_BLOCKS_FILE = "rows.blocks"
 VERSION = 1
 """The version of the files of rows. One with other columns is not another version: files name their columns."""
 
@@ -65,8 +64,6 @@ def read_header(line: bytes, path: Path) -> Header:
         columns, version, first = tuple(map(str, values["columns"])), values.get("version"), values.get("first", 0)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise SessionError(f"{path}, line 1: this does not name the columns of rows; it is not a log of rows") from None
-    if version is None and first:
-        raise old_format(path)
     content, key, checksum = line.rpartition(_SUM_KEY)
     # First, because a version that a flipped bit made is none.
     if (key or version == VERSION) and checksum != b"%d}" % crc32(content):
@@ -79,21 +76,6 @@ def read_header(line: bytes, path: Path) -> Header:
     if type(first) is not int or first < 0:
         raise SessionError(f"{path}, line 1: {first!r:.40} is not the number of a row")
     return Header(columns, first)
-
-
-def refuse_old_format(folder: Path) -> None:
-    """Raises :class:`SessionError` for a folder of compressed blocks."""
-    if (folder / _BLOCKS_FILE).exists():
-        raise old_format(folder / _BLOCKS_FILE)
-
-
-def old_format(path: Path) -> SessionError:
-    """The error for a folder of compressed blocks."""
-    return SessionError(
-        f"{path}: the rows of this folder are in graftlab's own block format ({_BLOCKS_FILE}), which a development "
-        f"version of graftlab 0.1.0 wrote before rows went to Parquet files. This version does not read it: call "
-        f"gl.load_run with the version that wrote it, or run the session again"
-    )
 
 
 def lock(path: Path, mode: str = "rb") -> Any:

@@ -17,7 +17,7 @@ from graftlab.rows.columns import Block, Columns
 from graftlab.rows.encoding import decode_lines, encode, record
 from graftlab.rows.frames import GrowingFrame, frame_of
 from graftlab.rows.loading import tables
-from graftlab.rows.log import RowLog, header_line, refuse_old_format
+from graftlab.rows.log import RowLog, header_line
 from graftlab.rows.moving import RowMover
 from graftlab.rows.schema import Row
 from graftlab.rows.tables import RowError, table_of_lines, values_of_rows
@@ -99,7 +99,6 @@ class RowStore:
     def _move_earlier_rows(self, append: bool) -> tuple[int, int]:
         """Move what an earlier session left in the log; returns the first run and step that are new to the folder."""
         folder = self._folder
-        refuse_old_format(folder)
         files = parquet.row_files(folder)
         if not files and self._log.path.stat().st_size <= len(header_line()) + 1:
             # A launch that failed leaves only the first line.

@@ -614,6 +614,17 @@ def test_losses_that_weight_micro_batches_differently_are_distinguished() -> Non
         assert sum(told in each for each in found.sentences) == 1
 
 
+def test_rows_of_a_result_are_described_and_not_those_of_a_cache() -> None:
+    given, cached = (torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    factors = torch.tensor([1.0, 1.0, 2.0, 1.0])[:, None]
+    results = [{"call 1['cache'].layers[0].keys": TensorSample.of(each)} for each in (cached, cached.flip(0))]
+    for each, logits in zip(results, (given, factors * given), strict=True):
+        each["call 1['logits']"] = TensorSample.of(logits)
+    ours, theirs = (replace(description({"w": given}), of_results=each) for each in results)
+    found = judge_gradients([row("w", 0, given, given.flip(0))], [ours], [theirs], {})
+    assert any("Each row (last dim) of call 1['logits'] has its own factor there" in each for each in found.sentences)
+
+
 def drawn(seed: int) -> torch.Tensor:
     return torch.randn(64, generator=torch.Generator().manual_seed(seed))
 
@@ -966,3 +977,9 @@ def test_the_settings_of_a_weight_that_one_side_has_fused_are_those_of_the_whole
         "The optimizer's weight_decay is 0.1 on the baseline and 0.0 on the target, for v."
     ]
     assert _without_partner([ours], [theirs], rows, True, fused) == []
+    # The other part may have no gradient.
+    theirs = replace(theirs, gradients={"k": theirs.gradients["k"]})
+    assert _without_partner([ours], [theirs], rows[:2], True, fused) == [
+        "The gradients of 1 of the baseline's 1 weights were not compared, because no weight of the target has the "
+        "same name or values: kv."
+    ]

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from kit.cells import every_pair
 from kit.recorded_kernels import record_kernels
 from kit.refusals import exactly
 from kit.support import SMALL_MODEL
@@ -201,14 +202,12 @@ def test_a_row_of_the_cache_forgets_the_source_of_its_last_request() -> None:
 
 
 @pytest.mark.slow
-@runners
-@models
-@pytest.mark.parametrize("recorded", [False, True], ids=["cpu", "kernels"])
+@pytest.mark.parametrize(("kind", "name", "device"), every_pair(RUNNERS, FIELDS, ("cpu", "kernels")))
 def test_every_runner_gives_the_eager_engines_tokens(
-    kind: str, name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where garbage lies between two forwards in all that a replay may read."""
-    if recorded:
+    if device == "kernels":
         record_kernels(monkeypatch)
     engine = Engine(model(name), runner=RUNNERS[kind], max_requests=5, max_prefill_tokens=20)
     runner = engine.runner

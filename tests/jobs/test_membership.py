@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.deadline import DEADLINE
 from kit.processes import descriptors
 from kit.refusals import exactly
 
@@ -17,7 +19,7 @@ from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
 from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
-from graftlab.jobs.handshake import JoinRequest, RejoinState
+from graftlab.jobs.handshake import JoinRequest, RejoinState, send_handshake
 from graftlab.jobs.membership import Membership, introduce
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
@@ -398,6 +400,22 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
         for join.rank in (-1, 1):
             with pytest.raises(SessionError, match=r"target\[-?1\] does not exist: target_world_size is 1"):
                 server._objection(join)
+
+
+def test_a_job_that_gave_up_before_it_was_answered_has_left(tmp_path: Path) -> None:
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), GraftPlan(), tmp_path, Rendezvous(tmp_path), agreed=False
+    )
+    with session:
+        ours, theirs = socket.socketpair()
+        with ours:
+            send_handshake(theirs, JoinRequest("target", 0, 1, 1, os.getpid(), "cpu", "gloo", None, None))
+            theirs.close()
+            with pytest.raises(BrokenPipeError):
+                server._accept(ours)
+        assert server.over.wait(DEADLINE)
+        join = JoinRequest("target", 0, 1, 1, os.getpid(), "cpu", "gloo", None, None)
+        assert server._objection(join) is None
 
 
 def test_all_jobs_of_an_earlier_session_continue_their_one_run(tmp_path: Path) -> None:

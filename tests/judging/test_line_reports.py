@@ -395,7 +395,7 @@ def test_a_cure_leads_its_side_and_later_lines_are_left_out(side: str, is_one_si
     assert (other.confirmed, other.is_only_here) == (False, False)
 
 
-def test_what_reads_the_result_of_a_lacking_operation_comes_before_values_of_the_target_alone() -> None:
+def test_what_reads_a_missing_result_comes_before_values_of_the_target_alone() -> None:
     cure: Any = SimpleNamespace(operation=operation(8), side="baseline", is_one_sided=True, reader=operation(6))
     found = lines_of(call(before=on_both([lost(1)], [lost(8)]), cure=cure))
     assert places(found) == [("target", 6), ("target", 1), ("baseline", 8)]

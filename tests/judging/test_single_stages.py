@@ -406,6 +406,9 @@ class Floors:
     def of_taps(self) -> str:
         return "of taps"
 
+    def of_wholes(self) -> str:
+        return "of wholes"
+
     def accumulated(self, constant: float | None) -> AccumulatedFloors:
         return AccumulatedFloors({}, {}, constant)
 
@@ -453,7 +456,12 @@ def test_groups_are_named_by_what_was_measured_over_its_floors(given: dict[str, 
     assert floors == "of groups"
     assert options.pop("compared") is made.evidence.compared
     # Nothing was run against itself, so rounding is assumed.
-    assert options == {"own": "of taps", "constant": assumed_floor(["float32"])[0], "allowed": {}}
+    assert options == {
+        "own": "of taps",
+        "constant": assumed_floor(["float32"])[0],
+        "allowed": {},
+        "wholes": "of wholes",
+    }
     assert found.accumulated.constant == options["constant"]
     assert (found.named, found.differing, found.given) == (["b", "c"], ["differs"], {"x"})
     assert given["differing_taps"][1] == {"leave": {"x"}}
@@ -536,6 +544,19 @@ def test_where_nothing_differs_with_the_baselines_weights_that_is_said(
 )
 def test_inputs_that_differ_name_no_computation(inputs: list[str], not_repeated: list[str], clears: bool) -> None:
     assert naming(("b",), inputs=inputs, not_repeated=not_repeated).clears is clears
+
+
+def test_partners_that_taps_have_now_are_sought_of_outdated_pairs_alone(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.runs.present_pairs = lambda: made.note("present pairs", [])
+    monkeypatch.setattr(judgement, "learned_from_other_code", lambda outdated: f"learned: {outdated}")
+    monkeypatch.setattr(judgement, "with_present_partners", lambda outdated, *_: outdated)
+    for outdated, found in (([], ([], None)), (["a"], (["a"], "learned: ['a']"))):
+        monkeypatch.setattr(judgement, "outdated_pairs", lambda *_, outdated=outdated: outdated)
+        made.asked.clear()
+        assert Judgement(made.runs)._outdated_pairs(made.evidence, made.naming) == found
+        assert made.asked == ["present pairs"] * len(outdated)
 
 
 def test_masked_values_are_left_out_where_something_differs_and_nothing_is_named(

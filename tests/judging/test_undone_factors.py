@@ -82,7 +82,7 @@ def test_a_right_target_that_scales_behind_its_embedding_is_cleared(session: gl.
 
 
 @pytest.mark.ranks
-def test_a_right_target_that_scales_behind_its_embedding_is_cleared_from_other_tokens(session: gl.Session) -> None:
+def test_a_target_that_scales_behind_its_embedding_is_cleared_from_other_tokens(session: gl.Session) -> None:
     verdict = session.verdict(forward, forward, args=(SCALE, 1.0, 2))
     assert verdict.named == ["input.ids@input"]
     assert "\nNot checked: embed (0.125 times): the target's value is a multiple of the baseline's" in verdict.text

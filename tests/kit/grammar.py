@@ -1,5 +1,5 @@
-"""Leaves out a grammar that no test needs: jsonschema, and so nbformat and JupyterLab, import it for one of its formats,
-and to compile it takes a second and a half of each process.
+"""Leaves out a grammar that no test needs: jsonschema compiles it for one of its formats, when nbformat or JupyterLab
+are imported, which takes a second and a half of each process.
 """
 
 from __future__ import annotations

@@ -466,13 +466,13 @@ def test_a_session_that_matches_is_kept_and_others_need_a_word(
     assert notebook.names["mine"] is notebook.session
     assert "already matches" in capsys.readouterr().out
     assert launched == []
-    assert notebook.run("up -t 2 --replace --device cpu --keep-rows 7") == "new session"
+    assert notebook.run("up -t 2 --replace --device cpu --start-method spawn --keep-rows 7") == "new session"
     assert notebook.calls == [("close", (), {})]
     assert capsys.readouterr().out == "closing the open session\n"
     ((args, given),) = launched
     assert args == (1, 2)
     assert given == {
-        **{"device": "cpu", "backend": None, "timeout": 60.0, "start_method": "forkserver"},
+        **{"device": "cpu", "backend": None, "timeout": 60.0, "start_method": "spawn"},
         **{"keep_rows": 7, "on": None},
     }
     assert notebook.names["session"] == "new session"

@@ -125,9 +125,8 @@ def test_up_starts_the_ranks_and_names_the_session(bare: Kernel) -> None:
     assert value(bare, "[rank.label for rank in mine.ranks], mine.options.timeout, mine.options.keep_rows") == (
         "(['baseline[0]', 'baseline[1]', 'target[0]'], 50.0, 1000)"
     )
-    typed(bare, "%graft up --replace --start-method spawn")
+    typed(bare, "%graft up --replace")
     assert value(bare, "session.options.baseline, session.options.target, mine.closed") == "(1, 1, True)"
-    assert value(bare, "mine.options.start_method, session.options.start_method") == "('forkserver', 'spawn')"
 
 
 @pytest.mark.ranks

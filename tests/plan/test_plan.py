@@ -394,3 +394,11 @@ def test_a_notebook_shows_filters_as_they_are_typed_and_what_matches_nothing() -
 def test_the_repr_of_a_small_plan_makes_an_equal_one() -> None:
     plan = GraftPlan(b2t="layer == 3", rename={"target": {"^model[.]": ""}}).edit(keep="True")
     assert eval(repr(plan), {"GraftPlan": GraftPlan}) == plan
+
+
+@pytest.mark.parametrize(
+    ("filters", "nothing"),
+    [({}, True), ({"b2t": " "}, True), ({"t2b": "\n"}, True), ({"b2t": "True"}, False), ({"t2b": "layer == 1"}, False)],
+)
+def test_a_plan_with_blank_filters_grafts_nothing(filters: dict[str, str], nothing: bool) -> None:
+    assert GraftPlan(**filters).grafts_nothing is nothing

@@ -232,7 +232,7 @@ def test_settings_are_plain_values_without_those_that_leave_the_result_unchanged
     assert not {"params", "foreach", "fused", "capturable", "differentiable"} & {*settings}
 
 
-def test_weights_of_a_model_that_is_called_without_its_head_have_their_names_in_the_whole() -> None:
+def test_weights_of_a_model_called_without_its_head_have_their_names_in_the_whole() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()

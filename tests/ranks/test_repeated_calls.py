@@ -490,7 +490,7 @@ def test_constants_of_16_bits_are_moved_while_operators_compute_in_float64() -> 
     held.end()
 
 
-def test_a_call_in_float64_reads_given_numbers_in_place_of_state_that_was_rounded_otherwise() -> None:
+def test_a_call_in_float64_reads_numbers_in_place_of_state_rounded_otherwise() -> None:
     model, x = net(), torch.ones(2)
     model.cache = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
     held = of(lambda: model(x * model.cache.to(x.dtype)), model, x=x)

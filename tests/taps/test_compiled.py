@@ -613,6 +613,20 @@ def own_operators(program: torch.export.ExportedProgram) -> int:
     return sum("graftlab" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
 
 
+class ComputesForATap(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        gl.tap("norm", (x * 2).norm())
+        return x.sin()
+
+
+def test_a_program_without_its_taps_computes_nothing_for_them() -> None:
+    with gl.export_taps():
+        program = torch.export.export(ComputesForATap(), (X,), strict=False)
+    assert own_operators(program) == 1
+    computed = [str(node.target) for node in gl.strip(program).graph.nodes if node.op == "call_function"]
+    assert computed == ["aten.sin.default"]
+
+
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=not_on_2_6("exports no taps in strict mode"))])
 def test_an_exported_program_has_taps_on_request_and_loses_them_on_request(
     strict: bool, monkeypatch: pytest.MonkeyPatch, handler: TapHandler

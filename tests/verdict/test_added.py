@@ -149,7 +149,7 @@ def test_a_least_floor_of_values_does_not_excuse_gradients_of_that_name() -> Non
     assert named_groups(frame, 5) == ["q@grad"]
 
 
-def test_a_part_of_a_weights_gradient_that_cancels_rounds_as_far_as_the_whole() -> None:
+def test_a_part_of_a_weights_gradient_that_cancels_has_the_rounding_of_the_whole() -> None:
     floors, wholes = {"k@param_grad": Floor(1e-6, 3e-6)}, {("k", "param_grad"): 2e-6, ("k", None): 2e-6}
 
     def is_named(size: float, kind: str = "param_grad", apart: float = 0.5) -> bool:

@@ -242,6 +242,13 @@ def test_a_tick_that_takes_long_is_followed_by_a_pause_as_long(
     assert pauses == [2.0, 7.0, 2.0, 3.0]
 
 
+@pytest.fixture
+def old_objects_are_left_out() -> None:
+    """Let collections of the test look at its own objects alone: at all that a worker has by then they take seconds."""
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("old_objects_are_left_out")
 def test_a_session_has_one_refresher_which_does_not_keep_it_alive() -> None:
     session, other = FakeSession(), FakeSession()
     assert refresher_of(session) is refresher_of(session)
@@ -286,6 +293,7 @@ class CollectsWhenCompared(FakeWidget):
         return self is other
 
 
+@pytest.mark.usefixtures("old_objects_are_left_out")
 def test_the_garbage_collector_may_close_a_widget_during_a_refresh(
     refresher: Refresher,
 ) -> None:
