@@ -61,7 +61,9 @@ def judge_held_updates(
     try:
         return _judge(repeats, baseline, target, choice, proposal, known)
     finally:
-        session.edit(pairs=of_calls)
+        # Closing it may be what has ended the runs.
+        if not session.closed:
+            session.edit(pairs=of_calls)
 
 
 def _with_names_of_updates(

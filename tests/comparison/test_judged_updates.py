@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
+from kit.refusals import exactly
 from kit.rows import tap
 
 from graftlab.comparison import held_updates
@@ -15,6 +17,7 @@ from graftlab.comparison.gradients import GradientFindings
 from graftlab.comparison.held_updates import _differing_settings, judge_held_updates
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.control.verdicts import Verdict
+from graftlab.errors import RunError
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.held_update import HeldUpdate, UpdateDescription
 from graftlab.ranks.holding import OfUpdate, repeat_call
@@ -123,6 +126,22 @@ def test_states_are_compared_under_the_names_of_paired_weights(made: Any) -> Non
     judged(made, *(update(states={name: {"step": ()}}, gradients={}, dtypes={name: "float32"}) for name in "wW"))
     assert edited == [{"pairs": [PairRule("w", "W"), PairRule("w.step", "W.step")]}]
     assert made.done[0] == "edited"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_pairs_of_calls_are_in_force_again_after_an_update_that_names_pair(made: Any, closed: bool) -> None:
+    session, pair = made.repeats.session, PairRule("w", "body.w")
+    session.plan.pairs, session.closed = (pair,), False
+    edited: list[Any] = []
+    session.edit = lambda **changes: edited.append(changes)
+    updates = [update(dtypes={"w": "float32"}) for _ in range(2)]
+    judged(made, *updates)
+    assert edited == [{"pairs": []}, {"pairs": (pair,)}]
+    # The reason of a failure is not replaced by one of a closed session.
+    session.closed, session.run = closed, Mock(side_effect=RunError("stopped"))
+    with pytest.raises(RunError, match=exactly("stopped")):
+        judged(made, *updates)
+    assert edited[2:] == [{"pairs": []}, *([] if closed else [{"pairs": (pair,)}])]
 
 
 def test_a_different_update_differs_from_equal_values(made: Any) -> None:
