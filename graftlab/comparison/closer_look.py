@@ -269,8 +269,9 @@ def _rounded_alone(
     added = moved.frame.groupby("group")["added"].max()
     if not all(added.get(row["group"], 0.0) >= _MOVED * row["added"] for _, row in named.iterrows()):
         return None
+    them, their = ("it", "its") if len(alone) == 1 else ("them", "their")
     return (
-        f"The target alone has {first_of([*alone])}, in 16 bits. With other roundings of them, what follows differs by "
-        "several times as much. So their rounding may explain it, where the baseline computes a table in each call, or "
-        "has apart what the target has merged; and so may a mistake. Compare both in float32."
+        f"The target alone has {first_of([*alone])}, in 16 bits. With other roundings of {them}, what follows differs "
+        f"by several times as much. So {their} rounding may explain it, where the baseline computes a table in each "
+        "call, or has apart what the target has merged; and so may a mistake. Compare both in float32."
     )

@@ -424,7 +424,7 @@ def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
     runs.in_float32 = Mock(side_effect=[wide, other])
     comparison = runs.judge(held(), held(taps=("x",)))
     assert comparison.answer == answer
-    begins = "The target alone has rope.cs, in 16 bits. "
+    begins = "The target alone has rope.cs, in 16 bits. With other roundings of it, what follows differs by several "
     assert any(each.startswith(begins) for each in comparison.remarks) is (answer == "inconclusive")
     if answer == "inconclusive":
         assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
@@ -443,7 +443,9 @@ def test_constants_of_the_target_alone_are_rounded_otherwise_where_names_pair(
     runs.in_float32 = Mock(side_effect=[wide, other])
     comparison = runs.judge(held(), held())
     assert comparison.answer == ("inconclusive" if constants else "differ")
-    assert comparison.remarks[0].startswith("The target alone has cos, sin, in 16 bits. ") is bool(constants)
+    assert comparison.remarks[0].startswith(
+        "The target alone has cos, sin, in 16 bits. With other roundings of them, "
+    ) is bool(constants)
     assert runs.in_float32.call_count == (2 if constants else 1)
 
 
