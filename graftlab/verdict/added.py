@@ -74,7 +74,7 @@ def added_frame(
                 least, of_element = quantised_roundoff(dtype, dtypes), 3 * least
             elif floor.rel_max == 0:
                 # Nothing before this tap was moved: each number rounds in proportion to its own size.
-                of_element = least * _largest_over_rms(row)
+                of_element = least * largest_over_rms(row)
             floor = floor.at_least(least, of_element)
             floor = of_cancelled_part(row, floor, wholes)
             if kind_of(row["tags"]) is None and (other := allowed.get(row["name"])) is not None:
@@ -156,7 +156,7 @@ def of_cancelled_part(row: Mapping[str, Any], floor: Floor, wholes: Mapping[tupl
     return floor.at_least(least) if least > max(_CANCELLED * floor.rel_l2, _OF_CANCELLED) else floor
 
 
-def _largest_over_rms(row: Mapping[str, Any]) -> float:
+def largest_over_rms(row: Mapping[str, Any]) -> float:
     """The baseline's largest number over its root mean square; 1 if it has no finite number, or only zeros."""
     if row["max_baseline"] is None:
         return 1.0

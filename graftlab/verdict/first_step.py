@@ -14,7 +14,7 @@ from graftlab.base.tap_groups import described, group_of, is_data, kind_of, kind
 from graftlab.base.text import counted, first_of, numbered
 from graftlab.rows.schema import MEASURED
 from graftlab.taps.watch import ROOT
-from graftlab.verdict.added import coarser_dtype, ratio, records
+from graftlab.verdict.added import coarser_dtype, largest_over_rms, ratio, records
 from graftlab.verdict.gradient_scaling import is_scaled
 from graftlab.verdict.returned_values import AccumulatedFloors
 
@@ -53,7 +53,10 @@ def first_difference(
     before: list[tuple[int, list[dict[str, Any]]]] = []
     largest = 0.0
     for step, of_step in _steps_without_grafts(rows):
-        own = [floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row)) for row in of_step]
+        own = [
+            floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row), largest_over_rms(row))
+            for row in of_step
+        ]
         judged = [
             (row, ratio(row, floor))
             for row, floor in zip(of_step, own, strict=True)

@@ -56,6 +56,9 @@ _LEAST_WIDTH = 8
 """A row of fewer numbers may be near another one by chance."""
 
 
+_LARGEST, _OF_FLOAT32 = 100.0, roundoff("float32")
+
+
 @dataclass(frozen=True)
 class AccumulatedFloors:
     """Accumulated rounding of a whole run of the baseline, with each tap moved by one unit in its last place.
@@ -70,15 +73,21 @@ class AccumulatedFloors:
     constant: float | None = None
     wholes: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
 
-    def of_tap(self, name: str, kind: str | None, dtype: str) -> Floor:
-        """The floor of a tap; the largest one for a tap that the baseline did not record."""
+    def of_tap(self, name: str, kind: str | None, dtype: str, largest: float = 1.0) -> Floor:
+        """The floor of a tap; the largest one for a tap that the baseline did not record.
+
+        In float32, it allows one rounding of the tap's largest number, which is ``largest`` times its root mean square:
+        where the baseline's own runs happen not to move that number, another order of a sum may.
+        """
         if self.constant is not None:
             return Floor(self.constant, 3 * self.constant)
         found = self.taps.get((name, kind)) or Floor(
             max((each.rel_l2 for each in self.taps.values()), default=0.0),
             max((each.rel_max for each in self.taps.values()), default=0.0),
         )
-        return found.at_least(roundoff(dtype))
+        one = roundoff(dtype)
+        # A row of usual size must not hide behind the rounding of a far larger one.
+        return found.at_least(one, one * min(largest, _LARGEST) if one <= _OF_FLOAT32 else 0.0)
 
     def of_returned(self, path: str, dtypes: Sequence[str]) -> float:
         """The rel_l2 of a returned value that rounding explains; at least one rounding of its coarser dtype."""

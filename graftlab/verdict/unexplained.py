@@ -24,6 +24,7 @@ from graftlab.verdict.added import (
     coarser_dtype,
     in_more_calls,
     is_spread,
+    largest_over_rms,
     measured_rows,
     of_cancelled_part,
     ratio,
@@ -50,7 +51,7 @@ def differing_taps(
     for row in sorted(measured_rows(compared), key=lambda row: (row["in_run"], row["order"])):
         if is_data(row["tags"]) or row["name"] in leave:
             continue
-        floor = floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row))
+        floor = floors.of_tap(row["name"], kind_of(row["tags"]), coarser_dtype(row), largest_over_rms(row))
         over = ratio(row, floor if floors.constant is not None else of_cancelled_part(row, floor, floors.wholes))
         if over > threshold and (row["name"] not in found or over > found[row["name"]].times):
             distance = math.inf if row["nonfinite_differ"] else row["rel_l2"]

@@ -213,6 +213,21 @@ def test_taps_that_differ_are_in_execution_order_over_all_steps_without_data() -
     assert [each.what for each in differing_taps(frame_of(*rows), FLOORS, 10.0, ["left"])] == ["x", "y", "late"]
 
 
+def test_one_rounding_of_a_taps_largest_number_is_no_difference() -> None:
+    # One unit in the last place of 163.5, among numbers of about 2.5.
+    peak = {"std_baseline": 2.5, "min_baseline": -3.0, "max_baseline": 163.5, "max_abs": 2**-16}
+    floors = AccumulatedFloors({("x", None): Floor(1.4e-7, 1.1e-6)}, {})
+    assert differing_taps(frame_of(tap("x", 1, 1.3e-7, **peak)), floors, 5.0) == []
+    for more in ({"max_baseline": 3.0}, {"max_abs": 2**-13}):
+        assert len(differing_taps(frame_of(tap("x", 1, 1.3e-7, **{**peak, **more})), floors, 5.0)) == 1
+    # A usual row does not hide behind the rounding of a number that is far larger, or of 16 bits.
+    for more in ({"max_baseline": 1e6, "max_abs": 1e-3}, {"dtype": "bfloat16", "rel_l2": 1e-3, "max_abs": 1.0}):
+        assert len(differing_taps(frame_of(tap("x", 1, **{"rel_l2": 1.3e-7, **peak, **more})), floors, 5.0)) == 1
+    # A floor that was asked for holds.
+    asked = AccumulatedFloors({}, {}, 3e-7)
+    assert len(differing_taps(frame_of(tap("x", 1, 1.3e-7, **peak)), asked, 5.0)) == 1
+
+
 def test_a_tap_that_is_not_finite_on_one_side_differs_without_bound() -> None:
     rows = [tap("x", 1, 1e-3), tap("x", 2, 1e-6, nonfinite_differ=2), tap("x", 3, 2e-3)]
     (found,) = differing_taps(frame_of(*rows), FLOORS, 10.0)
