@@ -103,6 +103,6 @@ def test_the_tests_notice_a_fault_in_the_code_that_they_have_imported(tmp_path: 
         text=True,
         check=True,
     )
-    # Where nothing fails after a fault that cannot be put in, nobody knows; the last one changes nothing.
+    # Where nothing fails after a fault that cannot be put in, it is not known; the last one changes nothing.
     expected = [f"tests/test_small.py::test_{name}" for name in ("plain", "inner", "count", "twice", "added", "count")]
     assert json.loads(ran.stdout) == [*expected, None, None, None, ""]

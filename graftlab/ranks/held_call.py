@@ -409,7 +409,8 @@ class HeldCall:
             return reason
         if reads.operators:
             self.narrow()
-            return f"{first_of([*reads.operators])} round to 16 bits even then, and read numbers that are out of reach"
+            operators = first_of([*reads.operators])
+            return f"operators round to 16 bits even then ({operators}), and read numbers that are out of reach"
         return None
 
     def _given(

@@ -53,7 +53,7 @@ class TensorSample:
 
 
 def _places(count: int) -> torch.Tensor:
-    """The places from which the elements of a tensor with so many are drawn."""
+    """The places of the elements that are drawn from a tensor with this number of them, int64."""
     places = torch.linspace(0, max(count - 1, 0), min(count, _MOST_ELEMENTS), dtype=torch.float64, device="cpu")
     return places.round().long()
 

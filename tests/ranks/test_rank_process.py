@@ -19,7 +19,7 @@ from graftlab.ranks.trial_process import try_in_process
 
 
 def test_a_release_removes_the_files_of_shared_cuda_memory_of_that_process_alone(tmp_path: Path) -> None:
-    # No process has a number of so many digits.
+    # No process has a number that long.
     pid = int(f"{os.getpid()}00000000")
     own, others = Path(f"/dev/shm/torch_{pid}_1_0"), Path(f"/dev/shm/torch_{pid}7_1_0")
     try:

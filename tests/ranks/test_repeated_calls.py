@@ -433,7 +433,7 @@ def test_operators_that_round_and_read_16_bits_out_of_reach_are_not_in_float32(
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     # Kept in a function, as a plain object's weight is.
     held = of(lambda: model(reads(hidden, x).to(model[0].weight.dtype)), model, x=x)
-    why = f"{operator} round to 16 bits even then, and read numbers that are out of reach"
+    why = f"operators round to 16 bits even then ({operator}), and read numbers that are out of reach"
     assert held.widen({}, {}) == (operator and why)
     assert model[0].weight.dtype == (torch.float32 if operator is None else torch.bfloat16)
     held.end()
