@@ -149,8 +149,9 @@ class Exchange(Protocol[Memo]):
     def announcements(self, leader: int, step: int) -> list[bytes] | None:
         """Return the leader's messages up to this step that were not returned before, oldest first.
 
-        ``leader`` is a world rank. None when no message for this step arrived within the time limit; a later call then
-        returns the missed ones. A leader that has ended its run, or died, announces nothing more, so the wait ends.
+        ``leader`` is a world rank. None when no message for this step arrived within the time limit, or the leader is
+        gone; a later call then returns the missed ones. A leader that has ended its run announces nothing more, and
+        then the list may be empty.
         """
 
     def await_past(self, step: int) -> bool:
@@ -171,3 +172,6 @@ class Exchange(Protocol[Memo]):
 
     def lost_peers(self) -> str:
         """Name the ranks of the other side that are gone, with the reason; blank while all are present."""
+
+    def why_gone(self, rank: int) -> str:
+        """Return why this world rank will send nothing more, such as ``"died"``; blank while it is connected."""

@@ -98,7 +98,7 @@ class Peer:
         return self.ended_step >= step or self.run_ended or not self.in_run or self.gone != ""
 
     def has_announced(self, step: int) -> bool:
-        return self.announced_step >= step or self.run_ended or self.gone != ""
+        return self.announced_step >= step or self.run_ended
 
     def has_settled(self) -> bool:
         return self.run_ended or not self.in_run or self.gone != ""

@@ -162,6 +162,9 @@ class RankExchange(Generic[Memo]):
     def lost_peers(self) -> str:
         return self._peers.lost()
 
+    def why_gone(self, rank: int) -> str:
+        return self._peers.by_rank[rank].gone
+
     def where_peers_are(self) -> str:
         return self._peers.describe()
 
@@ -175,13 +178,15 @@ class RankExchange(Generic[Memo]):
     def announcements(self, leader: int, step: int) -> list[bytes] | None:
         peer = self._peers.by_rank[leader]
         self._peers.pump(0)
-        if not peer.has_announced(step):
+        if not peer.has_announced(step) and not peer.gone:
             with self._peers.wait([leader]) as wait:
-                while not peer.has_announced(step):
+                while not peer.has_announced(step) and not peer.gone:
                     remaining = wait.remaining()
                     if remaining <= 0:
                         return None
                     self._peers.pump(remaining)
+        if not peer.has_announced(step):
+            return None
         return [peer.announced.pop(earlier) for earlier in sorted(peer.announced) if earlier <= step]
 
     def await_past(self, step: int) -> bool:

@@ -103,6 +103,7 @@ class Grafter:
         self._plan = GraftPlan(version=-1)
         self._offered = self._plan
         self._reported_version = -1
+        self._leader_is_gone = False
         self._receive_pipeline = ReceivePipeline(kept, self._warn_once)
         self._taps = PairedTaps(place, reporter.seen, self._warn_once)
         self._run: RunInfo | None = None
@@ -222,6 +223,7 @@ class Grafter:
     def _enter_run(self, run: RunInfo, plan: GraftPlan) -> None:
         self._exchange.begin_run(run)
         self._run = run
+        self._leader_is_gone = False
         self._last_tap = ""
         self._step = run.first_step
         self._before_step = self._order
@@ -264,8 +266,9 @@ class Grafter:
         """Begin a step with the plan that the leader announces."""
         messages = self._exchange.announcements(run.leader, self._step)
         if messages is None:
-            # With different plans on the two sides, wrong taps would be paired, so nothing is compared.
-            self._record_timeout_of_leader(run)
+            # With different plans on two ranks, wrong taps would be paired, so nothing is compared. A leader that dies
+            # while it announces a new plan has told only some ranks.
+            self._record_absent_leader(run)
             self._begin_step(run)
             self._decisions = None
             return
@@ -359,18 +362,27 @@ class Grafter:
                 self._left_out += 1
                 self._taps.seen.note(all_tags(name, tags, self.place, self._step), tuple(tags.items()))
 
-    def _record_timeout_of_leader(self, run: RunInfo) -> None:
-        leader = self.place.everyone()[run.leader].label
-        error = (
-            f"{leader}, which announces the plan of each step, did not begin step {self._step} within "
-            f"{self._exchange.timeout:g} s; no tap of this step is compared here. {self._exchange.where_peers_are()}"
-        )
+    def _record_absent_leader(self, run: RunInfo) -> None:
+        """Report that this step has no plan: once for a leader that is gone, and each time for one that is late."""
+        why_gone = self._exchange.why_gone(run.leader)
+        if why_gone and self._leader_is_gone:
+            return
+        self._leader_is_gone = bool(why_gone)
+        leader = f"{self.place.everyone()[run.leader].label}, which announces the plan of each step,"
+        if why_gone:
+            compared = "from this step to the end of this run no tap is compared here"
+            error = f"{leader} {why_gone} before it began step {self._step}; {compared}"
+        else:
+            error = (
+                f"{leader} did not begin step {self._step} within {self._exchange.timeout:g} s; no tap of this step is "
+                f"compared here. {self._exchange.where_peers_are()}"
+            )
         logger.warning("%s: %s", self.place.label, error)
         tags = all_tags("gl.step", {}, self.place, self._step)
         order = self._order - self._before_step
         now = time.perf_counter()
         call = TapCall(run.run, self._step, order, tags, Action(), self.place, self._plan.version, 0, now, None)
-        self._report(call, TapResult("timeout", [], error=error))
+        self._report(call, TapResult("missing" if why_gone else "timeout", [], error=error))
 
     # ---- one tap ------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ def publish_for_ever() -> None:
 
 
 def assert_one_plan_a_step(frame: pd.DataFrame) -> None:
-    plans = frame.groupby("step")["plan_version"].nunique()
+    # The row that says that a step has no plan carries the version before it.
+    plans = frame[frame["name"] != "gl.step"].groupby("step")["plan_version"].nunique()
     assert (plans == 1).all(), plans[plans > 1]
     assert not frame.duplicated(["run", "step", "name", "side", "rank"]).any()
 

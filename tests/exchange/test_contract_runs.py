@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.examples import examples
 from kit.implementations import MakeWorld
-from kit.mailboxes import DEADLINE, MIB, Mailbox, World, has_settled, in_background, key, settles
+from kit.mailboxes import DEADLINE, MIB, World, has_settled, in_background, key, settles
 
 from graftlab.base.tags import TapKey
 
@@ -201,24 +199,31 @@ def test_ranks_of_one_side_do_not_wait_for_each_others_steps(a_world: MakeWorld)
         assert waiting.result(DEADLINE)
 
 
-def ends_the_run(leader: Mailbox) -> None:
-    leader.exchange.end_run()
-
-
-def dies(leader: Mailbox) -> None:
-    leader.die()
-
-
-@pytest.mark.parametrize("ending", [ends_the_run, dies])
-def test_a_gone_leader_is_not_waited_for_and_its_announcements_arrive(
-    ending: Callable[[Mailbox], None], world: World
-) -> None:
+def test_a_leader_that_ended_its_run_is_not_waited_for_and_announces_nothing(world: World) -> None:
     world.baseline.exchange.announce(1, b"first")
     world.baseline.exchange.announce(2, b"last")
-    ending(world.baseline)
+    world.baseline.exchange.end_run()
     world.deliver()
     assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[b"first"], [b"last"], []]
+    assert world.target.exchange.why_gone(0) == ""
     assert world.target.waits_so_far == 0
+
+
+def test_a_dead_leader_is_not_waited_for_and_what_it_announced_before_arrives(world: World) -> None:
+    world.baseline.exchange.announce(1, b"first")
+    world.baseline.exchange.announce(2, b"last")
+    world.baseline.die()
+    world.deliver()
+    assert [world.target.exchange.announcements(0, step) for step in (1, 2, 3)] == [[b"first"], [b"last"], None]
+    assert "died" in world.target.exchange.why_gone(0)
+    assert world.target.waits_so_far == 0
+
+
+def test_a_wait_for_an_announcement_ends_when_the_leader_dies(world: World) -> None:
+    listening = in_background(lambda: world.target.exchange.announcements(0, 1))
+    world.target.until_it_waits()
+    world.baseline.die()
+    assert listening.result(DEADLINE) is None
 
 
 # ---- any interleaving -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kit.refusals import exactly
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
+from graftlab.base.world import RunInfo
 from graftlab.rows.schema import Row
 from graftlab.taps.extras import ExtrasWithLayout
 
@@ -397,6 +398,32 @@ def test_step_without_the_leaders_announcement_compares_nothing() -> None:
     assert (row.step, row.direction, row.shape, row.senders) == (1, None, None, [])
     assert "baseline[0], which announces the plan of each step, did not begin step 1 within 5 s" in str(row.error)
     assert "baseline[0]: idle" in str(row.error)
+
+
+def test_nothing_is_compared_after_the_leaders_death_and_one_row_has_the_reason() -> None:
+    """It may have announced a new plan to some ranks only, and two plans in one step would pair the wrong taps."""
+    world = GrafterWorld()
+    world.post.gone[0] = "died"
+    for _ in range(3):
+        world.target.grafter.step()
+        world.target.tap("h", torch.ones(2))
+    assert told(world.rows) == [("target[0]", "gl.step", "missing")]
+    (row,) = world.rows
+    assert row.step == 1
+    assert "baseline[0], which announces the plan of each step, died before it began step 1" in str(row.error)
+    assert "from this step to the end of this run no tap is compared here" in str(row.error)
+
+
+def test_the_run_after_a_leaders_death_is_compared_and_a_second_death_is_reported() -> None:
+    world = GrafterWorld(b2t="True")
+    world.post.gone[0] = "died"
+    world.target.grafter.step()
+    world.target.grafter.end_run()
+    world.target.grafter.close_run()
+    world.target.grafter.begin_run(RunInfo(2, 2, (0, 1)), world.target.grafter.plan)
+    world.target.tap("h", torch.ones(2))
+    world.target.grafter.step()
+    assert [(row.name, row.step) for row in world.rows] == [("gl.step", 1), ("h", 2), ("gl.step", 3)]
 
 
 def test_side_with_more_steps_continues_with_the_plan_in_force() -> None:

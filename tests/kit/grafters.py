@@ -50,6 +50,8 @@ class Post:
     """Why no extras can be loaded; empty while they can."""
     is_full: bool = False
     lost: str = ""
+    gone: dict[int, str] = field(default_factory=dict)
+    """By world rank, why it sends nothing more."""
 
 
 class OneThreadExchange:
@@ -141,6 +143,9 @@ class OneThreadExchange:
 
     def lost_peers(self) -> str:
         return self._post.lost
+
+    def why_gone(self, rank: int) -> str:
+        return self._post.gone.get(rank, "")
 
     def where_peers_are(self) -> str:
         return ", ".join(f"{peer.label}: idle" for peer in self._others)
