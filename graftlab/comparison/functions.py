@@ -41,7 +41,7 @@ _SCRIPT_TIMEOUT = 600.0
 
 def compare(
     baseline: Callable[[], Any] | RecordedSide | str | Path,
-    target: Callable[[], Any] | str,
+    target: Callable[[], Any] | str | Path,
     inputs: Any = None,
     *,
     backward: bool = False,
@@ -90,17 +90,14 @@ def compare(
     >>> comparison.session.close()
     """
     judging = JudgingChoice(match, output, floor, threshold)
+    target = str(target) if isinstance(target, Path) else target
     if isinstance(target, str) and not names_function(target):
         if inputs is not None or backward or device is not None:
             raise ConfigError("inputs, backward and device are for two functions; scripts choose these themselves")
         settings = ScriptSettings(WatchChoice(include, tuple(functions), inside), timeout=max(timeout, _SCRIPT_TIMEOUT))
         return _compare_commands(baseline, target, ScriptChoice(settings, judging, folder=folder))
     for name, given in (("baseline", baseline), ("target", target)):
-        if isinstance(given, torch.nn.Module):
-            raise ConfigError(
-                f"compare: the {name} is a model ({type(given).__name__}); give a function that makes it and returns "
-                f"it, or lambda: model for one that exists"
-            )
+        _refuse_no_side(name, given)
     recording = _side_of(baseline)
     target, inputs = _named_function(target), _named_function(inputs)
     recorded = isinstance(recording, RecordedSide)
@@ -116,6 +113,16 @@ def compare(
             return judge_against_recording(session, recording, held, judging)
         ours = partial(load_and_hold, recording, inputs, choice, backward)
         return judge_held_calls(Repeats(session), *described(session.run(ours, theirs)), judging)
+
+
+def _refuse_no_side(name: str, given: object) -> None:
+    if isinstance(given, torch.nn.Module):
+        raise ConfigError(
+            f"compare: the {name} is a model ({type(given).__name__}); give a function that makes it and returns it, "
+            f"or lambda: model for one that exists"
+        )
+    if not callable(given) and not isinstance(given, (str, Path, RecordedSide)):
+        raise ConfigError(f"compare: the {name} is {given!r}; give a function that returns a model, or two scripts")
 
 
 @contextlib.contextmanager

@@ -74,7 +74,9 @@ class WorkFactory:
         return made
 
     def of_cell(self, source: str) -> Execute:
-        """The work of executing a cell. Raises :class:`SessionError` if it is not Python."""
+        """The work of executing a cell. Raises :class:`SessionError` for what is not the text of Python code."""
+        if not isinstance(source, str):
+            raise SessionError(f"a cell is a text, not {type(source).__name__}; session.run takes functions")
         filename = self._named(source, "exec", "the cell")
         # Registered here too, because a verdict shows lines of source.
         install_source(filename, source)

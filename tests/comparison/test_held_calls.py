@@ -21,7 +21,7 @@ from torch import nn
 
 import graftlab as gl
 from graftlab.__main__ import main
-from graftlab.comparison import equal_rows
+from graftlab.comparison import equal_rows, functions
 from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.held_calls import judge_held_calls, names_pair
@@ -764,6 +764,28 @@ def test_a_model_in_place_of_a_function_is_refused_before_anything_starts() -> N
         ),
     ):
         gl.compare(torch.nn.Identity, torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "target", "which"), [(3, torch.nn.Identity, "baseline is 3"), (dict, 4, "target is 4")]
+)
+def test_a_side_that_cannot_be_called_is_refused_before_anything_starts(baseline: Any, target: Any, which: str) -> None:
+    refusal = f"compare: the {which}; give a function that returns a model, or two scripts"
+    with pytest.raises(ConfigError, match=exactly(refusal)):
+        gl.compare(baseline, target)
+
+
+def test_scripts_are_compared_whether_texts_or_paths_name_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = MagicMock()
+    monkeypatch.setattr(functions, "compare_scripts", started)
+    sides = [tmp_path / "base.py", tmp_path / "port.py"]
+    for side in sides:
+        side.touch()
+    for given in (sides, [*map(str, sides)]):
+        started.reset_mock()
+        gl.compare(*given)
+        [ours, theirs, _] = started.call_args.args
+        assert [str(sides[0]) in ours.arguments, str(sides[1]) in theirs.arguments] == [True, True]
 
 
 class Metadata:

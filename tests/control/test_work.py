@@ -81,6 +81,8 @@ def test_a_cell_has_its_lines_in_tracebacks_and_must_be_python() -> None:
     for wrong in ("first = ", " first = 1", "a\0b"):
         with pytest.raises(SessionError, match="the cell is not valid Python, so nothing was run"):
             WorkFactory().of_cell(wrong)
+    with pytest.raises(SessionError, match=exactly("a cell is a text, not int; session.run takes functions")):
+        WorkFactory().of_cell(3)  # type: ignore[arg-type]
 
 
 def test_callees_are_bound_to_their_arguments_and_expressions_are_not() -> None:
