@@ -99,7 +99,7 @@ def compare(
     for name, given in (("baseline", baseline), ("target", target)):
         _refuse_no_side(name, given)
     recording = _side_of(baseline)
-    target, inputs = _named_function(target), _named_function(inputs)
+    port, inputs = _named_function(target), _named_function(inputs)
     recorded = isinstance(recording, RecordedSide)
     choice = WatchChoice(include, tuple(functions), inside, params=not recorded)
     side = recording if isinstance(recording, RecordedSide) else 1
@@ -107,7 +107,7 @@ def compare(
         raise RecordingError(f"{recording} has nothing to compare with; record a call of a model that has taps")
     session = launch(baseline=side, target=1, device=device, timeout=timeout, folder=folder)
     with _closed_on_failure(session):
-        theirs = partial(load_and_hold, target, inputs, choice, backward)
+        theirs = partial(load_and_hold, port, inputs, choice, backward)
         if isinstance(recording, RecordedSide):
             held = session.run(target=theirs).target
             return judge_against_recording(session, recording, held, judging)

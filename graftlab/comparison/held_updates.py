@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,54 +54,19 @@ def judge_held_updates(
     ``known`` has, by weight, the distance of its gradients in a call that agrees.
     """
     session = repeats.session
-    of_calls = session.plan.pairs
-    of_update = _with_names_of_updates(of_calls, baseline[0], target[0])
-    if len(of_update) == len(of_calls):
-        return _judge(repeats, baseline, target, choice, proposal, known)
-    session.edit(pairs=of_update)
-    try:
-        return _judge(repeats, baseline, target, choice, proposal, known)
-    finally:
-        # Closing it may be what has ended the runs.
-        if not session.closed:
-            session.edit(pairs=of_calls)
-
-
-def _with_names_of_updates(
-    pairs: Sequence[PairRule], baseline: UpdateDescription, target: UpdateDescription
-) -> list[PairRule]:
-    """The pairs without those of weights that have equal names in the updates, and others in calls.
-
-    A fused loss calls a model without its head, in which a weight's name lacks the beginning.
-    """
-    return [
-        rule
-        for rule in pairs
-        if rule.target in target.dtypes or not (rule.baseline in baseline.dtypes and rule.baseline in target.dtypes)
-    ]
-
-
-def _judge(
-    repeats: Repeats,
-    baseline: Sequence[UpdateDescription],
-    target: Sequence[UpdateDescription],
-    choice: JudgingChoice,
-    proposal: Proposal | None,
-    known: Mapping[str, float],
-) -> Comparison:
-    session = repeats.session
-    if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
-        session.edit(pairs=[*session.plan.pairs, *states])
-    show = OfUpdate(HeldUpdate.show_inputs)
-    given = _compared(session, show, show)
-    rows = records(given[given["status"].isin(MEASURED)])
-    # A closure computes the gradients within the step, from values tapped there.
-    has_closure = any(each.has_closure for each in (*baseline, *target))
-    has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
-    gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
-    fused = _fused(session.plan.pairs, baseline[0])
-    settings = _differing_settings(baseline[0], target[0], rows, fused)
-    step = _judge_step(repeats, choice, rows, gradients, len(target), names_lines=not settings)
+    with _paired_as_in_updates(session, baseline[0], target[0]):
+        if states := _pairs_of_states(session.plan.pairs, baseline[0], target[0]):
+            session.edit(pairs=[*session.plan.pairs, *states])
+        show = OfUpdate(HeldUpdate.show_inputs)
+        given = _compared(session, show, show)
+        rows = records(given[given["status"].isin(MEASURED)])
+        # A closure computes the gradients within the step, from values tapped there.
+        has_closure = any(each.has_closure for each in (*baseline, *target))
+        has_gradients = any(kind_of(row["tags"]) == "param_grad" for row in rows)
+        gradients = GradientFindings() if has_closure else judge_gradients(rows, baseline, target, known)
+        fused = _fused(session.plan.pairs, baseline[0])
+        settings = _differing_settings(baseline[0], target[0], rows, fused)
+        step = _judge_step(repeats, choice, rows, gradients, len(target), names_lines=not settings)
     if step.from_parts:
         # The first sentence is on the parts, which the step makes whole; those on factors may explain another update.
         others = gradients.sentences[1:] if step.verdict.named else ()
@@ -157,6 +123,37 @@ def _judge(
         equal_weights=_equal_weights(rows),
         is_last=step.hidden is not None,
     )
+
+
+@contextlib.contextmanager
+def _paired_as_in_updates(session: Session, baseline: UpdateDescription, target: UpdateDescription) -> Iterator[None]:
+    """Without the pairs that hold in calls alone, in the block."""
+    of_calls = session.plan.pairs
+    of_update = _with_names_of_updates(of_calls, baseline, target)
+    if len(of_update) == len(of_calls):
+        yield
+        return
+    session.edit(pairs=of_update)
+    try:
+        yield
+    finally:
+        # Closing it may be what has ended the runs.
+        if not session.closed:
+            session.edit(pairs=of_calls)
+
+
+def _with_names_of_updates(
+    pairs: Sequence[PairRule], baseline: UpdateDescription, target: UpdateDescription
+) -> list[PairRule]:
+    """The pairs without those of weights that have equal names in the updates, and others in calls.
+
+    A fused loss calls a model without its head, in which a weight's name lacks the beginning.
+    """
+    return [
+        rule
+        for rule in pairs
+        if rule.target in target.dtypes or not (rule.baseline in baseline.dtypes and rule.baseline in target.dtypes)
+    ]
 
 
 @dataclass(frozen=True)
