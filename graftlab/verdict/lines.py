@@ -64,15 +64,17 @@ class DifferingLine:
 
     @property
     def is_telling(self) -> bool:
-        """Whether values that the other side lacks are computed here from others.
+        """Whether values that the other side lacks are computed here from others; another order may be meant."""
+        return self.confirmed or not (self.is_suspect or self.counts)
 
-        Another order may be meant, and what reads no values but whole numbers, as ``arange`` and ``argsort(i64[8])``
-        do, may count what the other side counts differently.
+    @property
+    def counts(self) -> bool:
+        """Whether the operation reads no values but whole numbers, as ``arange`` and ``argsort(i64[8])`` do, or only a
+        shape: it may count what the other side counts differently, or what a fused operation of it never shows.
         """
         name, _, arguments = self.operation.partition("(")
-        counts = all(map(_COUNT.fullmatch, _DTYPE.findall(arguments)))
         reads_shape_alone = name.endswith("_like") or name.startswith("new_")
-        return self.confirmed or not (self.is_suspect or counts or reads_shape_alone)
+        return reads_shape_alone or all(map(_COUNT.fullmatch, _DTYPE.findall(arguments)))
 
     @property
     def chooses(self) -> bool:
@@ -190,11 +192,15 @@ def _first_of_sides(lines: Sequence[DifferingLine]) -> list[DifferingLine]:
 
 
 def _shown_of(lines: Sequence[DifferingLine], is_confirmed: bool) -> list[DifferingLine]:
-    """The confirmed line of a side, or its first; then also the first telling one, unless a line is confirmed."""
+    """The confirmed line of a side, or its first; then also the first telling one, unless a line is confirmed.
+
+    A telling line precedes one that only counts.
+    """
     first = [each for each in lines if each.confirmed][:1] or list(lines[:1])
     if is_confirmed or not first or first[0].is_telling:
         return first
-    return [*first, *[each for each in lines if each.is_telling][:1]]
+    telling = [each for each in lines if each.is_telling][:1]
+    return [*telling, *first] if first[0].counts else [*first, *telling]
 
 
 def most_telling(lines: Sequence[DifferingLine]) -> list[DifferingLine]:

@@ -417,7 +417,10 @@ def test_a_line_without_a_counterpart_is_not_said_to_differ() -> None:
     assert shown(replace(theirs, shapes=padded), replace(ours, shapes=packed)) == one_sided
     assert "first differ" in shown(replace(theirs, shapes=part), replace(ours, shapes=whole))
     # Of two lines of a side the first is its counterpart.
-    meant = replace(theirs, is_suspect=True), replace(theirs, line=8, operation="mul(f32[2])")
+    meant = [
+        replace(theirs, is_suspect=True, operation="silu(f32[2])"),
+        replace(theirs, line=8, operation="mul(f32[2])"),
+    ]
     assert shown(*meant, ours) == "The values first differ here (not confirmed):"
     confirmed = line("up", "target", confirmed=True)
     assert shown(confirmed).startswith("The values first differ here; with the baseline's value there, the tap agrees")
@@ -461,7 +464,7 @@ def test_a_suspect_line_is_marked_in_the_text() -> None:
     assert said in text_of(Findings(frame, 5.0, 1, lines=lines))
 
 
-def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() -> None:
+def test_a_telling_line_is_shown_after_one_that_may_be_meant_and_before_a_count() -> None:
     computed = "add(f32[2, 3], i64[3])"
     order = replace(line("up", "target", 1), is_suspect=True, operation=computed)
     count = replace(line("up", "target", 2), operation="arange(3)")
@@ -471,7 +474,7 @@ def test_a_telling_line_is_shown_after_one_that_may_be_meant_or_only_counts() ->
         return [number for _, _, number, _ in first_places(lines, ["up"])]
 
     assert shown(order, count, telling, later) == [1, 3]
-    assert shown(count, telling) == [2, 3]
+    assert shown(count, telling) == [3, 2]
     assert shown(order, count) == [1]
     assert shown(telling, order) == [3]
     # What was tried is all that is said.
