@@ -27,7 +27,12 @@ from graftlab.comparison.held_units import (
     trains,
     why_not_held,
 )
-from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
+from graftlab.comparison.left_to_updates import (
+    needs_differ,
+    perhaps_of_other_work,
+    unless_of_a_part,
+    why_left_to_update,
+)
 from graftlab.comparison.other_work import given_other_tokens, other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
@@ -390,7 +395,8 @@ class _HeldInTurn:
 
     def _look_at_results(self, held: HeldUnits) -> Comparison | None:
         """The comparison so far if this call's results agree, or prove nothing; None if the call must be judged."""
-        if trains(held) or self._unpaired is not None:
+        if self._unpaired is not None or (self._so_far.updates and needs_differ(held)):
+            # Only an update would show more, and time may be over before it.
             return self._compared
         ours, _ = described_as(held, CallDescription)
         found = self._returned(held)
@@ -428,11 +434,14 @@ class _HeldInTurn:
         return self._unpaired is None or split_alike(held)
 
     def _is_enough(self, held: HeldUnits) -> bool:
+        if self._so_far.since_update >= _MOST_WITHOUT_UPDATE and (trains(held) or self._in_other_order is not None):
+            return True
         if held.both_hold(UpdateDescription):
-            return self._are_judged or self._so_far.updates >= self._choice.calls
-        if trains(held) or self._in_other_order is not None:
+            if not self._are_judged:
+                return self._so_far.updates >= self._choice.calls
+        elif (trains(held) and self._judged_by == math.inf) or self._in_other_order is not None:
             # The update after a judged call is judged too.
-            return self._so_far.since_update >= _MOST_WITHOUT_UPDATE
+            return False
         if not self._are_judged:
             return False
         if self._unit_judge.starts:
