@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ from graftlab.comparison.started_scripts import (
     how_started,
     take_baseline_weights,
 )
+from graftlab.comparison.state_pairs import StatePairs
 from graftlab.comparison.unit_judge import UnitJudge
 from graftlab.comparison.units_so_far import UnitsSoFar, followed_by
 from graftlab.control.run import state_of
@@ -181,6 +183,8 @@ class _HeldInTurn:
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
+        # By the models, what their calls leave behind under different names.
+        self._states: dict[tuple[str, str], StatePairs] = defaultdict(StatePairs)
         self._compared: Comparison
         self._run: Run
 
@@ -214,6 +218,9 @@ class _HeldInTurn:
 
     def _note_call(self, held: HeldUnits) -> None:
         ours, theirs = described_as(held, CallDescription)
+        if self._newest is not None and len(ours) == len(theirs) == 1:
+            one, other = self._newest
+            self._states[one.model, other.model].add(self._so_far.looked_at, one, other)
         self._before, self._newest = self._newest, (ours[0], theirs[0])
         self._note_needs(held)
 
@@ -255,6 +262,8 @@ class _HeldInTurn:
         baseline, target = described_as(held, CallDescription)
         compared = self._unit_judge.judge_call(held)
         self._so_far.buffers = {group_of(name) for each in (*baseline, *target) for name in each.buffers}
+        if compared.answer == "differ" and (left := self._states[baseline[0].model, target[0].model].remark()):
+            compared = replace(compared, remarks=(*left, *compared.remarks))
         self._so_far.add_call(baseline[0].model, compared)
         return compared
 

@@ -19,6 +19,7 @@ from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
+from graftlab.diffs.results import written_path
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import uncompared_calls
 from graftlab.jobs.script_launcher import ScriptSettings
@@ -347,6 +348,22 @@ def test_tokens_that_differ_clear_a_call_only_if_each_of_them_is_a_tie(
     assert result.answer == answer
     said = "1 call of Embed and 1 call of Net agree. Tokens of call 3, of Net."
     assert result.remarks == ((said, scripts._AFTER_A_TIE) if answer == "agree" else (said,))
+
+
+def test_state_that_an_earlier_call_left_differing_is_said_before_what_is_named(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    left = [torch.arange(8.0) + number for number in range(3)]
+    ours = [call(number, plain={"['state']": each}) for number, each in enumerate(left, 1)]
+    theirs = [
+        call(number, plain={written_path("args[1]"): each * (1 + (number == 2))}) for number, each in enumerate(left, 1)
+    ]
+    found = of_scripts()
+    found.answers = {"call 3": "differ"}
+    before, state, *_ = found.judge(ours, theirs).remarks
+    assert (before, state[:35]) == ("2 calls of Net agree. In call 3, of Net:", "State differs that call 2 has left:")
+    # Otherwise it is no mistake, as where one side keeps its rows in another order.
+    assert of_scripts().judge(ours, theirs).answer == "agree"
 
 
 def test_a_tie_does_not_clear_an_earlier_call_that_was_undecided(
