@@ -51,7 +51,7 @@ class OutermostCalls:
         """Call the module, and ``before`` it."""
         # Code may have kept `model.__call__` from a time when this was installed, so that alone is no sign of it.
         is_outermost = self._is_installed and not self._is_inside and not is_backward()
-        # What computes a weight, as weight norm does, is called where code reads it, in no model's call if it is printed.
+        # It computes a weight, as weight norm does, wherever code reads that, also outside of the model's calls.
         is_outermost = is_outermost and not isinstance(module, ParametrizationList)
         if not is_outermost or torch.compiler.is_compiling() or next(module.parameters(), None) is None:
             return self._original(module, *args, **kwargs)
