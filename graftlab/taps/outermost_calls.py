@@ -21,8 +21,8 @@ class OutermostCalls:
     part of another module's call, and ``after(module, result)`` after it. A context manager.
 
     The parametrizations of a weight are no such modules. Calls inside such a call run as if nothing were installed,
-    also those of a generator that it returns. A call in code that is being compiled is not seen, nor is one in a backward
-    pass, where checkpointed modules are called again.
+    also those of a generator that it returns. A call in code that is being compiled is not seen, nor is one in a
+    backward pass, where checkpointed modules are called again.
     """
 
     def __init__(self, before: OnCall, after: OnResult = lambda module, result: None) -> None:
