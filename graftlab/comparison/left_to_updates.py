@@ -44,7 +44,7 @@ def why_left_to_update(compared: Comparison, held: HeldUnits) -> str | None:
     if compared.answer == "inconclusive" and trains(held) and not split_alike(held):
         # Perhaps micro-batches.
         return _SPLIT_DIFFERENTLY
-    return _IN_OTHER_ORDER if compared.answer == "differ" and _needs_differ(held) else None
+    return _IN_OTHER_ORDER if compared.answer == "differ" and needs_differ(held) else None
 
 
 def perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
@@ -52,7 +52,7 @@ def perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
     gradients, and the sides are given different numbers of tokens.
     """
     ours, theirs = numbers_given(held)
-    if compared.answer != "differ" or not _needs_differ(held) or ours == theirs:
+    if compared.answer != "differ" or not needs_differ(held) or ours == theirs:
         return compared
     needed = [any(call.needs_backward for call in side) for side in described_as(held, CallDescription)]
     how = ["with gradients" if needs else "without gradients" for needs in needed]
@@ -64,7 +64,7 @@ def perhaps_of_other_work(compared: Comparison, held: HeldUnits) -> Comparison:
     return replace(compared, remarks=(sentence, *compared.remarks))
 
 
-def _needs_differ(held: HeldUnits) -> bool:
+def needs_differ(held: HeldUnits) -> bool:
     """Whether the calls of one side alone need gradients."""
     ours, theirs = (any(call.needs_backward for call in side) for side in described_as(held, CallDescription))
     return ours != theirs

@@ -24,6 +24,7 @@ from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_call import WEIGHT, HeldCall
 from graftlab.ranks.holding import OfCall, repeat_call, widen_call, widen_operators
 from graftlab.ranks.remote_functions import call_until_exception
+from graftlab.ranks.stored_numbers import samples_of
 from graftlab.ranks.widening import NARROW
 
 if TYPE_CHECKING:
@@ -197,17 +198,25 @@ class Repeats:
         return {} if any(path.endswith(WEIGHT) for path in found) else found
 
     def constants_of_target_alone(self) -> list[str]:
-        """The paths of the target's constants of 16 bits, see :meth:`HeldCall.constants`, that the baseline lacks."""
+        """The paths of the target's constants of 16 bits, see :meth:`HeldCall.constants`, that the baseline lacks: not
+        its weights, which may be stored fused.
+        """
         has = self._both(HeldCall.constants)
         ours = has.baseline[0]
-        theirs = {path: each for path, each in has.target[0].items() if each.dtype in NARROW and path not in ours}
-        return [
-            path
-            for path, each in theirs.items()
+        alone = {
+            path: each
+            for path, each in has.target[0].items()
+            if each.dtype in NARROW
+            and path not in ours
             # Without a rule, the plan pairs each name with itself.
-            if not {each.removesuffix(WEIGHT) for each in self._partners("target", path)} - {path}
+            and not {each.removesuffix(WEIGHT) for each in self._partners("target", path)} - {path}
             and not any(_is_equal(each, other) for other in ours.values())
-        ]
+        }
+        if not alone:
+            return []
+        samples = [samples_of(each) for each in alone.values()]
+        run = self.session.run(OfCall(partial(HeldCall.are_made_of_own, samples=samples)), None)
+        return [path for path, is_own in zip(alone, run.baseline[0], strict=True) if not is_own]
 
     def _partners(self, side: Side, path: str) -> list[str]:
         """The paths of a weight's partners on the other side, as the plan pairs them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,12 @@ from graftlab.comparison.held_units import (
     trains,
     why_not_held,
 )
-from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
+from graftlab.comparison.left_to_updates import (
+    needs_differ,
+    perhaps_of_other_work,
+    unless_of_a_part,
+    why_left_to_update,
+)
 from graftlab.comparison.other_work import given_other_tokens, other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
@@ -35,6 +41,7 @@ from graftlab.comparison.started_scripts import (
     how_started,
     take_baseline_weights,
 )
+from graftlab.comparison.state_pairs import StatePairs
 from graftlab.comparison.unit_judge import UnitJudge
 from graftlab.comparison.units_so_far import UnitsSoFar, followed_by
 from graftlab.control.run import state_of
@@ -176,6 +183,8 @@ class _HeldInTurn:
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
+        # By the models, what their calls leave behind under different names.
+        self._states: dict[tuple[str, str], StatePairs] = defaultdict(StatePairs)
         self._compared: Comparison
         self._run: Run
 
@@ -209,6 +218,9 @@ class _HeldInTurn:
 
     def _note_call(self, held: HeldUnits) -> None:
         ours, theirs = described_as(held, CallDescription)
+        if self._newest is not None and len(ours) == len(theirs) == 1:
+            one, other = self._newest
+            self._states[one.model, other.model].add(self._so_far.looked_at, one, other)
         self._before, self._newest = self._newest, (ours[0], theirs[0])
         self._note_needs(held)
 
@@ -250,6 +262,8 @@ class _HeldInTurn:
         baseline, target = described_as(held, CallDescription)
         compared = self._unit_judge.judge_call(held)
         self._so_far.buffers = {group_of(name) for each in (*baseline, *target) for name in each.buffers}
+        if compared.answer == "differ" and (left := self._states[baseline[0].model, target[0].model].remark()):
+            compared = replace(compared, remarks=(*left, *compared.remarks))
         self._so_far.add_call(baseline[0].model, compared)
         return compared
 
@@ -390,7 +404,8 @@ class _HeldInTurn:
 
     def _look_at_results(self, held: HeldUnits) -> Comparison | None:
         """The comparison so far if this call's results agree, or prove nothing; None if the call must be judged."""
-        if trains(held) or self._unpaired is not None:
+        if self._unpaired is not None or (self._so_far.updates and needs_differ(held)):
+            # Only an update would show more, and time may be over before it.
             return self._compared
         ours, _ = described_as(held, CallDescription)
         found = self._returned(held)
@@ -428,11 +443,14 @@ class _HeldInTurn:
         return self._unpaired is None or split_alike(held)
 
     def _is_enough(self, held: HeldUnits) -> bool:
+        if self._so_far.since_update >= _MOST_WITHOUT_UPDATE and (trains(held) or self._in_other_order is not None):
+            return True
         if held.both_hold(UpdateDescription):
-            return self._are_judged or self._so_far.updates >= self._choice.calls
-        if trains(held) or self._in_other_order is not None:
+            if not self._are_judged:
+                return self._so_far.updates >= self._choice.calls
+        elif (trains(held) and self._judged_by == math.inf) or self._in_other_order is not None:
             # The update after a judged call is judged too.
-            return self._so_far.since_update >= _MOST_WITHOUT_UPDATE
+            return False
         if not self._are_judged:
             return False
         if self._unit_judge.starts:

@@ -28,6 +28,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
 from graftlab.matching.rounds import INTERRUPTED, ROUNDS, match_in_rounds, match_once
+from graftlab.matching.row_outputs import with_outputs_in_rows
 from graftlab.plan.pairs import PairRule, TapCallName
 from graftlab.ranks.handle import RankHandle
 from graftlab.ranks.match_recorder import MatchGraft, MatchRecord, forget_match, record_taps, recorded_value
@@ -98,9 +99,10 @@ class _Match:
         self._moved = 0
         self._order: dict[Side, tuple[str, ...]] = {}
         self._skipped: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
-        # Of the newest run: the baseline's taps, and what each of the target's ranks recorded of those in which they
+        # Of the newest run: both sides' taps, and what each of the target's ranks recorded of those in which they
         # differ.
         self._baseline_taps: list[RecordedTap] = []
+        self._target_taps: list[RecordedTap] = []
         self._parts: dict[str, Sequence[RecordedTap]] = {}
         # The target's weights that several ranks have alike.
         self._copies: set[str] = set()
@@ -139,6 +141,7 @@ class _Match:
             found = match_once(*self._record(()), **fetch)
         else:
             found = match_in_rounds(self._record, rounds, varies=self.varies, **fetch)
+        found = with_outputs_in_rows(found, self._baseline_taps, self._target_taps)
         has_parts = rounds > 0 and bool(self._parts) and len(self._session.select("baseline")) == 1
         if has_parts and not self.varies and INTERRUPTED not in found.notices:
             # In the run before, taps before these may have had no graft yet. Jobs may have no further step.
@@ -162,7 +165,7 @@ class _Match:
     def _in_order(
         self, baseline: list[RecordedTap], target: list[RecordedTap]
     ) -> tuple[list[RecordedTap], list[RecordedTap]]:
-        self._baseline_taps = baseline
+        self._baseline_taps, self._target_taps = baseline, target
         self._order = {"baseline": tuple(tap.name for tap in baseline), "target": tuple(tap.name for tap in target)}
         taps = f"{len(baseline)} and {counted(len(target), 'tap')}"
         report_progress(f"matching, the values of {taps} in run {self._runs}")

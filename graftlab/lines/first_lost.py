@@ -39,6 +39,7 @@ from graftlab.lines.traces import SliceTrace, TracedOperation
 from graftlab.lines.written_parts import with_place, writes_elsewhere
 
 TOLERANCE = 1e-5
+_NEW_MEMORY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _LEAST_REAL = 0.5
 """The part of the rows of a padded value that the packed ones must have; the rest may be padding."""
 
@@ -321,7 +322,11 @@ class _Side:
         for each in tap_dependent:
             # If the other side uses a single operation for all of them, the fault may be in any.
             found.setdefault(each.index, LostOperation(each, follows_inputs=True, is_later=True))
-        return self._with_incomparable_last(list(found.values()), level)
+        # What new memory happens to hold is no result.
+        found_last = [each for each in found.values() if each.operation.name in _NEW_MEMORY]
+        ordered = [each for each in found.values() if each.operation.name not in _NEW_MEMORY]
+        ordered += [replace(each, is_later=True) for each in found_last]
+        return self._with_incomparable_last(ordered, level)
 
     def _with_incomparable_last(self, found: list[LostOperation], level: int) -> list[LostOperation]:
         """The lost operations, last those whose line computes known values elsewhere from inputs that are known too.

@@ -36,6 +36,7 @@ from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
+from graftlab.ranks.stored_numbers import is_made_of, stored_in_16_bits
 from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTensors, memory_of, rounded_at_random
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.nested import tap_inside
@@ -112,6 +113,8 @@ class HeldCall:
         # The dtypes of 16 bits that are left while operators compute in float64; None if they do not.
         self._in_float64: set[str] | None = None
         self._narrow_snapshot = self._snapshot
+        # What the call reads in 16 bits that neither models nor arguments have, once :meth:`constants` has found it.
+        self._stored: dict[str, torch.Tensor] = {}
         self._float32 = float32
         if float32 is not None:
             # A script may give the same empty cache to each call.
@@ -287,11 +290,11 @@ class HeldCall:
         self._set_backward(True)
         return self._called_once(self.drop_backward)
 
-    def _called_once(self, undo: Callable[[], None]) -> str | None:
-        """Call it; if that fails, undo what was changed for it, and return the reason."""
+    def _called_once(self, undo: Callable[[], None], call: Callable[[], object] | None = None) -> str | None:
+        """Call it, or what makes the ``call``; if that fails, undo what was changed for it, and return the reason."""
         try:
             with handled_by(TapLister()):
-                self()
+                (call or self)()
         except Exception as error:
             undo()
             return _first_line_of(error)
@@ -350,7 +353,7 @@ class HeldCall:
             for prefix, model in self._models.items()
             for name, weight in model.named_parameters()
         }
-        return {**dict(tensors_by_path({**self._models, **self._state})), **weights}
+        return {**dict(tensors_by_path({**self._models, **self._state})), **weights, **self._stored}
 
     def widen(
         self,
@@ -467,15 +470,24 @@ class HeldCall:
         return self._called_once(self.narrow)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """The models' floating-point tensors that no call has changed, without weights, by path; nothing if they are
-        too large.
+        """The models' floating-point tensors that no call has changed, without weights, by path, and those of 16 bits
+        that the call reads and nothing else has, such as a table in a closure; nothing if they are too large.
         """
         self._restore()
+        # Within it, restoring would read the copies that it keeps.
+        self._stored = stored_in_16_bits(lambda: self._called_once(lambda: None, self._called), self._read().values())
+        self._restore()
         numbers = _numbers_in(self._models)
-        if sum(each.nbytes for each in numbers.values()) > _MOST_NUMBERS:
+        if sum(each.nbytes for each in (*numbers.values(), *self._stored.values())) > _MOST_NUMBERS:
             return {}
         unchanged = numbers if self._float32 is None else self._float32.known(self._kind, numbers).unchanged
-        return {path: each for path, each in numbers.items() if path in unchanged}
+        stored = {path: each.detach() for path, each in self._stored.items()}
+        return {**{path: each for path, each in numbers.items() if path in unchanged}, **stored}
+
+    def are_made_of_own(self, samples: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
+        """Whether each of these tensors, by their :func:`samples_of`, is made of this call's weights and constants."""
+        own = [own_part(each).detach().cpu() for each in self._read().values()]
+        return [is_made_of(each, own) for each in samples]
 
     def left_in_16_bits(self) -> list[str]:
         """The dtypes of 16 bits to which the call still rounded, after :meth:`widen_operators`."""

@@ -190,18 +190,33 @@ class ReadsOf16Bits(UntracedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: dict[str, None] = {}
         self._computed: set[int] = set()
+        self._written: set[int] = set()
+        # By id, what code holds; and views and copies of it, which are kept, because ids are reused.
+        self._stored: dict[int, torch.Tensor] = {}
+        self._of_stored: dict[int, torch.Tensor] = {}
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        """The tensors of 16 bits that were read as code holds them, in a closure for example, and not written to."""
+        return [each for each in self._stored.values() if _address(each) not in self._written]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = [*_of_16_bits([*args, *kwargs.values()])]
         result = func(*args, **kwargs)
+        of_stored = [each for each in given if _address(each) not in self._computed]
+        self._stored.update({id(each): each for each in of_stored if id(each) not in self._of_stored})
+        arranged = {id(each): each for each in _of_16_bits([result])} if of_stored else {}
         if returns_views(func):
+            self._of_stored.update(arranged)
             return result
-        read = {*_memory_of_16_bits([*args, *kwargs.values()])}
-        made = {*_memory_of_16_bits([result])}
-        if not read <= self._computed:
+        made = {_address(each) for each in _of_16_bits([result])}
+        self._written |= made
+        if of_stored:
             if func in MOVES:
                 # Memory may have been that of another tensor.
                 self._computed -= made
+                self._of_stored.update(arranged)
                 return result
             if made:
                 self.operators[func.name()] = None
@@ -209,12 +224,16 @@ class ReadsOf16Bits(UntracedMode):
         return result
 
 
-def _memory_of_16_bits(values: Sequence[Any]) -> Iterator[int]:
-    """The addresses of tensors of 16 bits that are more than one number."""
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _of_16_bits(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of 16 bits among these that are more than one number."""
     for each in tensors_in(values):
         is_plain = type(each) in _PLAIN and each.layout == torch.strided
         if is_plain and each.dtype in NARROW and each.dim() and each.numel():
-            yield each.untyped_storage().data_ptr()
+            yield each
 
 
 def rounded_at_random(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -176,6 +176,15 @@ def test_only_outermost_calls_of_modules_with_parameters_are_seen() -> None:
     assert nn.Module.__call__ is before
 
 
+def test_the_parametrization_of_a_weight_that_code_reads_is_no_model() -> None:
+    seen: list[nn.Module] = []
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
+        model.weight.norm()
+        model(torch.ones(1, 2))
+    assert seen == [model]
+
+
 def test_checkpointed_modules_that_the_backward_pass_calls_again_are_not_seen() -> None:
     """Held there, they were called twice, and torch ended the script."""
     seen: list[nn.Module] = []

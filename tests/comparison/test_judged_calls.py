@@ -690,8 +690,10 @@ def test_constants_of_the_target_alone_have_no_partner_and_other_values() -> Non
     third, half = torch.full((2,), 1 / 3).bfloat16(), torch.full((2,), 0.5).bfloat16()
     ours = {"table": third, "same.name": half, "inv": torch.ones(2)}
     theirs = {"cos": half + 1, "renamed": third, "same.name": half + 2, "wide": torch.ones(2) / 7, "paired": half + 3}
+    theirs["fused"] = half + 4
     session = Mock()
-    session.run.return_value = SimpleNamespace(baseline=[ours], target=[theirs])
+    made = SimpleNamespace(baseline=[[False, True]])
+    session.run.side_effect = [SimpleNamespace(baseline=[ours], target=[theirs]), made]
     # Without a rule, the plan pairs each name with itself.
     partners = {"paired": ["inv", None]}
     session.plan.pairings.side_effect = lambda side, path, tags: [
@@ -699,6 +701,10 @@ def test_constants_of_the_target_alone_have_no_partner_and_other_values() -> Non
     ]
     assert Repeats(session).constants_of_target_alone() == ["cos"]
     assert session.plan.pairings.call_args.args[0] == "target"
+    # Of the two that are left, one is made of the baseline's weights.
+    on_baseline, on_target = session.run.call_args.args
+    assert (on_baseline.method.func, on_target) == (HeldCall.are_made_of_own, None)
+    assert torch.equal(on_baseline.method.keywords["samples"][1][0], (half + 4)[None])
 
 
 def test_a_call_computed_in_16_bits_is_looked_at_and_doubtful_if_it_cannot_be() -> None:

@@ -420,7 +420,7 @@ def in_other_order(
         turns._unit_judge._proposals.setdefault(("Net", "Net"), None)
         left = len([*calls[1:], *last, None]) - len(following)
         return compared(
-            "differ" if left_to_updates._needs_differ(held) else "agree", ["of a call", f"after {left} units"]
+            "differ" if left_to_updates.needs_differ(held) else "agree", ["of a call", f"after {left} units"]
         )
 
     monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)

@@ -19,6 +19,7 @@ from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison, ComparisonStopped
 from graftlab.comparison.repeats import JudgingChoice
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn, compare_scripts
+from graftlab.diffs.results import written_path
 from graftlab.errors import RunError, SessionError
 from graftlab.jobs.held_script import uncompared_calls
 from graftlab.jobs.script_launcher import ScriptSettings
@@ -349,6 +350,22 @@ def test_tokens_that_differ_clear_a_call_only_if_each_of_them_is_a_tie(
     assert result.remarks == ((said, scripts._AFTER_A_TIE) if answer == "agree" else (said,))
 
 
+def test_state_that_an_earlier_call_left_differing_is_said_before_what_is_named(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    left = [torch.arange(8.0) + number for number in range(3)]
+    ours = [call(number, plain={"['state']": each}) for number, each in enumerate(left, 1)]
+    theirs = [
+        call(number, plain={written_path("args[1]"): each * (1 + (number == 2))}) for number, each in enumerate(left, 1)
+    ]
+    found = of_scripts()
+    found.answers = {"call 3": "differ"}
+    before, state, *_ = found.judge(ours, theirs).remarks
+    assert (before, state[:35]) == ("2 calls of Net agree. In call 3, of Net:", "State differs that call 2 has left:")
+    # Otherwise it is no mistake, as where one side keeps its rows in another order.
+    assert of_scripts().judge(ours, theirs).answer == "agree"
+
+
 def test_a_tie_does_not_clear_an_earlier_call_that_was_undecided(
     monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
 ) -> None:
@@ -391,19 +408,53 @@ def trained(number: int, result: torch.Tensor | None = None, **more: Any) -> Cal
     return call(number, result, needs_backward=True, **more)
 
 
-def test_the_update_after_a_judged_call_is_judged_and_the_calls_between_are_passed(
+def test_the_update_after_a_judged_call_is_judged_and_calls_before_it_looked_at(
     of_scripts: Callable[..., Compared],
 ) -> None:
     found = of_scripts(calls=1)
-    agree = found.judge([trained(1), trained(2), update(1), trained(3), update(2)])
+    agree = found.judge([trained(1), trained(2), update(1), *(trained(number) for number in range(3, 9))])
     assert found.judged == ["call 1", "update 1"]
-    # The second call's gradients are part of the update; it is not called agreeing by itself.
-    assert agree.remarks[0] == "1 call of Net and 1 update of the weights agree."
-    assert agree.remarks[-1] == scripts._NOT_ALL
+    # The judgement took 40 seconds up to the update, and after as many the look is over.
+    results = "1 call of Net and 1 update of the weights agree, and so do the results of the next 4 calls."
+    assert agree.remarks == (results, scripts._NOT_ALL)
     found = of_scripts(calls=2)
     found.answers = {"update 2": "differ"}
     differ = found.judge([trained(1), update(1), trained(2), update(2)])
     assert differ.remarks[0] == "2 calls of Net and 1 update of the weights agree. In update 2 of the weights:"
+
+
+def test_updates_after_the_judged_calls_are_judged_too_while_time_lasts(of_scripts: Callable[..., Compared]) -> None:
+    found = of_scripts(calls=1)
+    found.seconds = 100.0
+    found.answers = {"update 3": "differ"}
+    units = [each for number in range(1, 5) for each in (trained(number), update(number))]
+    assert found.judge(units).answer == "differ"
+    # The calls are only looked at, from equal weights.
+    assert found.judged == ["call 1", "update 1", "update 2", "update 3"]
+    found = of_scripts(calls=1)
+    agree = found.judge(each for number in itertools.count(1) for each in (trained(number), update(number)))
+    assert (found.judged, agree.remarks[-1]) == (["call 1", "update 1", "update 2"], scripts._NOT_ALL)
+
+
+def test_a_call_after_the_judged_updates_is_judged_if_its_result_differs(of_scripts: Callable[..., Compared]) -> None:
+    """Such as one of an average of the weights that is updated by another factor."""
+    found = of_scripts(calls=1)
+    found.seconds = 100.0
+    found.answers = {"call 3": "differ"}
+    units = [trained(1), update(1), trained(2), update(2)]
+    differ = found.judge([*units, call(3)], [*units, call(3, torch.ones(8))])
+    assert (differ.answer, found.judged) == ("differ", ["call 1", "update 1", "update 2", "call 3"])
+
+
+def test_calls_in_other_orders_are_not_looked_at_after_an_update(of_scripts: Callable[..., Compared]) -> None:
+    """Time may be over before the update that shows whether they do different work."""
+    found = of_scripts(calls=1)
+    other = torch.ones(8)
+    ours = [trained(1), update(1), trained(2), call(3), update(2)]
+    theirs = [trained(1), update(1), call(2, other), trained(3, other), update(2)]
+    found.seconds = 100.0
+    assert found.judge(ours, theirs).answer == "agree"
+    assert found.judged == ["call 1", "update 1", "update 2"]
 
 
 def test_updates_without_calls_between_are_judged_as_often_as_chosen(of_scripts: Callable[..., Compared]) -> None:
@@ -433,7 +484,7 @@ def test_one_update_is_enough_after_calls_that_accumulate_gradients(
 ) -> None:
     monkeypatch.setattr(scripts, "take_baseline_weights", lambda session: None)
     found = of_scripts(calls=2, training=True)
-    agree = found.judge([trained(1), trained(2), update(1), trained(3), update(2)])
+    agree = found.judge([trained(1), trained(2), update(1)])
     assert found.judged == ["call 1", "call 2", "update 1"]
     assert (agree.answer, agree.remarks[0]) == ("agree", "2 calls of Net and 1 update of the weights agree.")
 

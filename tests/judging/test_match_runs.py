@@ -309,6 +309,25 @@ def test_a_padded_batch_is_judged_against_a_sorted_and_packed_one(session: gl.Se
     assert set(frame["status"]) == {"compared"}
 
 
+def padded_logits() -> None:
+    padded_sequences()
+    gl.tap("output.logits", table()[:21].reshape(3, 7, 8).mul(2).tanh())
+
+
+def packed_logits() -> None:
+    packed_sequences()
+    gl.tap("output", table()[:16].mul(3).cos())
+
+
+def test_packed_outputs_that_differ_are_paired_in_the_rows_of_the_head(session: gl.Session) -> None:
+    proposal = session.match(padded_logits, packed_logits)
+    (pair,) = proposal.of_target("output")
+    (head,) = proposal.of_target("layers.2.sum")
+    assert (pair.baseline, pair.layout, pair.sureness) == ("output.logits", head.layout, "rule")
+    session.edit(pairs=proposal)
+    assert session.verdict(padded_logits, packed_logits).named == ["output.logits"]
+
+
 def with_swapped_parts(layers: int) -> list[float]:
     """``split`` with k and v mixed up in the second layer, as its taps show."""
     return split(layers, swapped=1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graftlab.lines.fingerprints import Fingerprint
+from graftlab.lines.fingerprints import Fingerprint, fingerprint
 from graftlab.lines.first_lost import LostOnBothSides, first_lost
 from graftlab.lines.known_values import is_sum
 from graftlab.lines.lost import LostOperation, StateRead
@@ -1126,3 +1126,22 @@ def test_a_result_that_is_a_summand_of_an_earlier_value_is_not_cleared() -> None
     whole = trace(lambda x: (F.linear(x, WEIGHT).relu() @ WEIGHT) * 3, Q)
     found = first_lost([whole], [trace(shard(rank), Q) for rank in (0, 1)], 1)
     assert sources(found.target) == ["return inner @ own"]
+
+
+def test_what_new_memory_happens_to_hold_is_not_named_before_what_is_computed() -> None:
+    def in_place(factor: float) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor) -> Tensor:
+            made = torch.empty_like(x)
+            for place in range(len(x)):
+                made[place] = x[place].exp() * factor
+            return made / made.norm(dim=-1, keepdim=True).add(1)
+
+        return function
+
+    ours = trace(lambda x: x.exp() * 2 / (x.exp() * 2).norm(dim=-1, keepdim=True).add(1), X)
+    theirs = trace(in_place(3.0), X)
+    (memory,) = (each for each in theirs.operations if each.name == "empty_like")
+    garbage = {memory.outputs[0]: fingerprint(drawn(*X.shape, seed=9))}
+    found = first_lost([ours], [replace(theirs, fingerprints={**theirs.fingerprints, **garbage})], 0)
+    assert "torch.empty_like" not in sources(found.target)[0]
+    assert all(each.is_later for each in found.target if each.operation.name == "empty_like")

@@ -31,6 +31,7 @@ from graftlab.ranks.holding import (
     prepare_once,
     widen_call,
 )
+from graftlab.ranks.stored_numbers import samples_of
 from graftlab.ranks.widening import TrialOfRanks
 from graftlab.taps.routing import handled_by
 
@@ -521,6 +522,28 @@ def test_constants_are_what_no_call_has_changed() -> None:
         held = HeldCall(lambda: None, {"": model}, {"x": torch.ones(1)}, WatchChoice(), float32=known)
         model.cache = torch.zeros(2)  # type: ignore[assignment]
     assert held.constants().keys() == {"table"}
+
+
+def test_numbers_of_16_bits_that_code_holds_are_constants_and_can_be_moved() -> None:
+    table, written = torch.full((3, 2), 1 / 3).bfloat16(), torch.zeros(4, dtype=torch.bfloat16)
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    model.scale = torch.ones(2, dtype=torch.bfloat16)  # type: ignore[assignment]
+
+    def call() -> Tensor:
+        written[:2] = x * model.scale
+        return model(table[1:2] * written[:2] * table.clone()[:1])  # type: ignore[no-any-return]
+
+    held = of(call, model, x=x)
+    name = "a bfloat16[3, 2] of no module or argument"
+    assert held.constants().keys() == {"scale", name}
+    plain = held()[""]
+    assert held.widen_operators(rounded_otherwise=[name]) is None
+    assert 0 < float((held()[""] - plain).detach().norm() / plain.detach().norm()) < 20 * roundoff("bfloat16")
+    held.narrow()
+    assert torch.equal(table, torch.full((3, 2), 1 / 3).bfloat16())
+    assert torch.equal(held()[""], plain)
+    weight = model[0].weight.detach()
+    assert held.are_made_of_own([samples_of(torch.cat((weight, weight)).T), samples_of(weight + 1)]) == [False, False]
 
 
 def test_too_many_constants_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""Outputs of a packed and a padded batch that differ are paired by the rows of a tap that agrees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from graftlab.layouts import Layout, parse_layout
+from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.matching.row_outputs import with_outputs_in_rows
+
+ROWS = parse_layout("gather(of=[2, 2], runs=[[0, 2], [3, 1]], into=[3])")
+HEAD = Pair("head", "fc", ROWS)
+OURS = {"head": (2, 2, 8), "output.logits": (2, 2, 8)}
+THEIRS = {"fc": (3, 8), "output": (3, 8)}
+
+
+def taps(shapes: dict[str, tuple[int, ...]]) -> list[RecordedTap]:
+    return [RecordedTap.of(name, torch.randn(shape)) for name, shape in shapes.items()]
+
+
+def paired(pair: Pair, ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    alone = ({name: "no partner" for name in side if "output" in name} for side in (ours, theirs))
+    found = with_outputs_in_rows(Proposal((pair,), *alone), taps(ours), taps(theirs))
+    made = [each for each in found.pairs if each is not pair]
+    assert all(each.layout == pair.layout and each.whole == pair.whole for each in made)
+    assert all(each.baseline not in found.unmatched_baseline for each in made)
+    assert all(each.target not in found.unmatched_target for each in made)
+    # A plan has it, and no graft relies on it while taps are matched.
+    assert all((each.sureness, each.note) == ("rule", "in the rows of head") for each in made)
+    return [(each.baseline, each.target) for each in made]
+
+
+def test_outputs_that_differ_have_the_rows_of_a_tap_that_agrees() -> None:
+    assert paired(HEAD, OURS, THEIRS) == [("output.logits", "output")]
+    assert paired(replace(HEAD, whole="target"), OURS, THEIRS) == [("output.logits", "output")]
+
+
+def test_outputs_of_other_shapes_or_one_of_several_are_not_paired_by_rows() -> None:
+    assert paired(HEAD, OURS, {**THEIRS, "output": (3, 4)}) == []
+    assert paired(HEAD, {**OURS, "output.logits": (2, 3, 8)}, THEIRS) == []
+    assert paired(HEAD, {**OURS, "output.hidden": (2, 2, 8)}, THEIRS) == []
+    # In the same rows both sides' results are compared as they are, and a guess shows no rows.
+    assert paired(replace(HEAD, layout=Layout()), {**OURS, "output.logits": (3, 8), "head": (3, 8)}, THEIRS) == []
+    assert paired(replace(HEAD, sureness="guess"), OURS, THEIRS) == []
