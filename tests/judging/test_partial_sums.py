@@ -279,6 +279,10 @@ def test_only_tensors_that_add_up_are_summands() -> None:
     # Copies that are wrong by the number of ranks.
     assert Runs(2 * one, one, one).found() == []
     assert Runs(one + other, one, other, kept=False).found() == []
+    # A rank that does not reach the tap has no summand of it, so those of the others are no sum.
+    lacking = Runs(one + other, one, other)
+    lacking.session.options.target = 3
+    assert lacking.found() == lacking.asked == []
 
 
 def test_summands_of_quantised_weights_add_up_to_what_quantising_explains() -> None:

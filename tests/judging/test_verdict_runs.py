@@ -14,6 +14,7 @@ from kit.refusals import exactly
 
 from graftlab.control.work import pack_callees
 from graftlab.errors import LaunchError, RunError, SessionError, WaitInterrupted
+from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
@@ -21,7 +22,7 @@ from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.judging.job_verdict_runs import StepRuns
 from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
+from graftlab.judging.verdict_runs import CalledRuns, RunFilters, TracedRun, VerdictAbandoned
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
@@ -111,6 +112,10 @@ def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pyte
     assert str(runs.changes(RunFilters(b2t="x"))["b2t"]).endswith(") or w")
     runs.return_weights()
     assert runs.changes(RunFilters())["b2t"] is None
+    runs.leave_out([("z", None)])
+    runs.take_back([("y", None)])
+    only = compile_filter(str(runs.changes(RunFilters(b2t="True"))["b2t"])).matches
+    assert [only({"name": name}) for name in ("x", "y", "z")] == [True, True, False]
 
 
 def test_an_expression_with_arguments_is_refused_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +209,18 @@ def test_only_an_exception_of_the_first_run_is_one_of_the_functions(
     assert (calls.runs.raised, calls.runs.count, calls.runs.returned) == ("the target raises", 1, None)
     assert calls.set_aside == {1}
     assert all(each.func is call_until_exception for each in calls.made[1][0].values())
+    # So does the twin in higher precision.
+    twin = Calls(monkeypatch, exact="exact(x)")
+    monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: None)
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: "key")
+    monkeypatch.setattr(verdict_runs, "remember_floor", Mock())
+    twin.answer(side_effect=RunError("run 0 failed on target[0]"))
+    twin.answer(["a"], ["b"])
+    twin.runs.both("first", RunFilters())
+    twin.answer([SelfGraft()])
+    twin.runs.baseline_against_itself(rows(X), [])
+    assert [each.func for each in twin.made[-1][0]["baseline"].args[:2]] == [call_until_exception] * 2
     # Grafts of a later run may lead to an exception that neither function raises without them.
     calls = Calls(monkeypatch)
     monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
@@ -229,7 +246,8 @@ def test_weights_are_lent_from_one_run_on_unless_a_graft_of_them_fails(calls: Ca
     calls.answer(frame=lent)
     assert list(calls.runs.both("after", RunFilters())["name"]) == ["w", "x"]
     failed = lent.assign(status=["failed", "compared"], error=["another shape", None])
-    for frame, why in ((failed, "another shape"), (rows(X), "none of them was reached")):
+    alone = lent.assign(status=["missing", "compared"], error=["no such weight", None])
+    for frame, why in ((failed, "another shape"), (alone, "no such weight"), (rows(X), "none of them was reached")):
         calls.answer(frame=frame)
         with pytest.raises(SessionError, match=f"the differing weights could not be grafted: {why}"):
             calls.runs.lend_weights(["w"], [])
@@ -566,3 +584,21 @@ def test_the_coarser_dtype_of_each_tap_is_known_and_blank_where_they_are_equal()
     found = rows(*taps).assign(dtype=[dtype for _, dtype, _ in casts], cast=[cast for _, _, cast in casts])
     expected = {"a": "bfloat16", "b": "float16", "c": "bfloat16", "moved": "", "same": ""}
     assert verdict_runs.coarser_dtypes(found) == expected
+
+
+def test_a_traced_run_needs_the_values_of_all_ranks_of_both_sides() -> None:
+    def trace(number: int, *, lacks: bool = False) -> Any:
+        made = SimpleNamespace(values={number: None}, without_fingerprint=(number,) if lacks else ())
+        made.beside = lambda earlier: (number, earlier.values)
+        return made
+
+    def run(*lacking: int) -> TracedRun:
+        a, b, c = (trace(number, lacks=number in lacking) for number in (1, 2, 3))
+        return TracedRun(rows(X), [[None, a]], [[b, None], [None, c]])
+
+    assert run().needed == {1, 2, 3}
+    assert [run(*each).without_fingerprint for each in ((), (1,), (2,), (3,))] == [False, True, True, True]
+    # Where a rank did not trace a call in both runs, the newer run has all that is known.
+    both: Any = run().beside(run())
+    assert both.baseline == [[None, (1, {1: None})]]
+    assert both.target == [[(2, {2: None}), None], [None, (3, {3: None})]]
