@@ -68,6 +68,14 @@ def test_no_value_that_activation_checkpointing_repeats_is_the_output() -> None:
 def test_the_step_of_the_output_is_counted_from_the_runs_first() -> None:
     frame = rows("head", "head", "head").assign(step=[5, 6, 7])
     assert [each.place for each in find_outputs(frame, None)] == [(2, 2)]
+    # Where all values are whole numbers, the last of them is the output.
+    assert [each.name for each in find_outputs(rows("a", "ids", dtypes=("int64", "int64")), None)] == ["ids"]
+
+
+def test_the_parts_of_a_long_result_are_not_measured_one_by_one() -> None:
+    for count, measured in ((8, 7), (9, 0)):
+        (found,) = find_outputs(rows(*(f"output[{n}]" for n in range(count))), None)
+        assert (found.name, len(found.parts)) == ("output[0]", measured)
 
 
 def test_parts_of_a_result_are_those_of_its_last_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -294,6 +295,45 @@ def test_a_group_without_dependents_has_none_on_any_rank(calls: Calls) -> None:
     assert calls.runs.without_dependents(["a", "b", "c"]) == ["b"]
 
 
+def test_choices_are_as_far_apart_as_on_the_ranks_that_differ_most(calls: Calls) -> None:
+    """Each side's taps are asked for by its own names."""
+
+    def found(distance: float, *, exist: bool = True, is_known: bool = True) -> Any:
+        return SimpleNamespace(exist=exist, is_known=is_known, distance=lambda other: distance)
+
+    paired = rows(("a", {"name": "a"}, "compared"), ("b", {"name": "b", "kind": "param"}, "compared"))
+    paired = paired.assign(baseline_name=["ours", "w"], target_name=["theirs", "w"])
+    calls.answer([found(0.1), found(0.3)], [found(0.0), found(0.0)])
+    assert calls.runs.unseen_choices(paired) == (0.3, True)
+    asked = {side: callee.args[1] for side, callee in calls.made[-1][0].items()}
+    assert asked == {"baseline": ["ours"], "target": ["theirs"]}
+    assert all(callee.args[2] is True for callee in calls.made[-1][0].values())
+    calls.answer([found(0.1), found(math.nan)], [found(0.0)])
+    distance, is_known = calls.runs.unseen_choices(paired)
+    assert (math.isnan(distance or 0.0), is_known) == (True, True)
+    none = [found(0.1, exist=False), found(0.1, exist=False, is_known=False)]
+    calls.answer(none, [found(0.0)])
+    assert calls.runs.unseen_choices(paired) == (None, False)
+
+
+def test_a_match_of_the_present_pairs_is_a_run_of_the_verdict(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        verdict_runs, "match", lambda *given, rounds: asked.append(rounds) or SimpleNamespace(graftable=("p", "q"))
+    )
+    assert calls.runs.present_pairs() == ["p", "q"]
+    assert (asked, calls.runs.count) == ([0], 1)
+
+
+def test_a_known_floor_is_one_with_the_same_doubtful_taps(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: keys.append(given[-1]) or "key")
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: ["known"])
+    monkeypatch.setattr(verdict_runs, "beyond_one_rounding", lambda frame: ["doubtful"])
+    calls.runs.baseline_against_itself(rows(X), ["kept"])
+    assert keys == [["kept", "doubtful"]]
+
+
 def test_a_recording_is_neither_repeated_nor_traced_nor_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch, baseline=Mock(spec=RecordedSide))
     runs = calls.runs
@@ -517,6 +557,15 @@ def test_rows_begin_after_the_steps_in_which_weights_arrive(
     assert list(frame.index) == list(range(len(frame)))
     steps.runs.pair("x", 0, 1, {})
     steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
+    # Rows of another plan are not those of the run.
+    steps.jobs.rows_from.return_value = pd.concat([*made[:-1], rows(X, step=first, version=9)], ignore_index=True)
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.both("edited meanwhile", RunFilters(b2t=b2t))
+    steps.jobs.rows_from.return_value = made[0][:0]
+    assert len(steps.runs.both("without rows", RunFilters(b2t=b2t))) == 0
+    steps.session.tensors.reset_mock()
+    steps.runs.pair("x", 0, 1, {})
+    steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
     steps.jobs.is_edited.return_value = True
     with pytest.raises(VerdictAbandoned):
         steps.runs.both("second", RunFilters())
@@ -602,3 +651,34 @@ def test_a_traced_run_needs_the_values_of_all_ranks_of_both_sides() -> None:
     both: Any = run().beside(run())
     assert both.baseline == [[None, (1, {1: None})]]
     assert both.target == [[(2, {2: None}), None], [None, (3, {3: None})]]
+
+
+def test_what_jobs_graft_and_what_came_before_it_is_known_from_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = "w", {**WEIGHT, "updated": True}, "compared"
+    weight = "w", WEIGHT, "compared"
+    frame = rows(weight, X, update)
+    for graft_weights, names in ((False, ["x"]), (True, ["x", "w"])):
+        steps = Steps(monkeypatch, graft_weights=graft_weights)
+        assert list(steps.runs.to_be_grafted(frame)["name"]) == names
+    of_jobs = pd.concat([rows(weight, X, update, step=step) for step in (3, 4, 5)], ignore_index=True)
+    steps.jobs.rows_from.return_value = pd.concat([of_jobs, rows(weight, step=4).assign(run=1)], ignore_index=True)
+    found = steps.runs.weights_before(rows(X, step=5))
+    # Those of the newest step before the graft, in the jobs' own run.
+    assert found[["name", "step", "run"]].to_numpy().tolist() == [["w", 4, 0]]
+
+
+def test_the_first_difference_of_jobs_is_none_of_a_tap_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.session.options = SimpleNamespace(baseline=1, target=2)
+    steps.jobs.rows_from.return_value = pd.concat(
+        [rows(X, ("y", {"name": "y"}, "compared")), rows(X).assign(run=1)], ignore_index=True
+    )
+    judged: list[Any] = []
+    monkeypatch.setattr(
+        job_verdict_runs, "first_difference", lambda frame, *given: judged.append((list(frame["name"]), given))
+    )
+    floors: Any = object()
+    steps.runs.first_difference(floors)
+    steps.runs.leave_out([("y", None)])
+    steps.runs.first_difference(floors)
+    assert judged == [(["x", "y"], (floors, 5.0, (1, 2))), (["x"], (floors, 5.0, (1, 2)))]
