@@ -12,7 +12,7 @@ import pytest
 from graftlab.errors import RunError
 from graftlab.judging import line_runs
 from graftlab.judging.line_reports import _with_counterpart, _written, lines_of
-from graftlab.judging.line_runs import LineSearch
+from graftlab.judging.line_runs import MOST_CONFIRMING_RUNS, LineSearch
 from graftlab.judging.traced_call import _SMALLEST_TOLERANCE, TracedCall
 from graftlab.lines.first_lost import TOLERANCE
 from graftlab.lines.lost import LostOperation
@@ -244,6 +244,8 @@ def test_the_first_of_two_operations_is_left_out_to_see_whether_it_is_needed(sea
         ({"grafts": [{1: 10}, {2: 20}], "appeared": {1}}, True, set(), False, True),
         ({"grafts": [{1: 10}, {2: 20}]}, None, set(), True, False),
         ({"grafts": [{1: 10}, {2: 20}, {3: 30}]}, True, set(), True, False),
+        # The third one does not make the tap's value, and which of three is needed takes more than one run.
+        ({"grafts": [{3: 30}, {1: 10}, {2: 20}]}, True, set(), True, False),
         # The last operation of the three makes the tap's own value, so that its graft says nothing of earlier ones.
         ({"grafts": [{3: 30}]}, True, {3}, True, False),
         ({"grafts": [{1: 10}, {3: 30}], "appeared": {3}}, True, set(), True, False),
@@ -366,3 +368,77 @@ class Frame:
 def test_the_line_that_wrote_a_state_has_its_step() -> None:
     writer = SimpleNamespace(frames=(Frame(),), step=4)
     assert _written(SimpleNamespace(writer=writer)) == "in step 4 by model.py:7  cache[:] = x"  # type: ignore[arg-type]
+
+
+def test_a_run_that_fails_is_followed_by_one_of_the_next_change(
+    search: Any, monkeypatch: pytest.MonkeyPatch, grafts: dict[str, Any]
+) -> None:
+    runs: list[tuple[list[str], Any]] = []
+    traced = [Traced((1,), (2,)) for _ in range(MOST_CONFIRMING_RUNS + 1)]
+
+    def trace(why: str, calls: Any, changed: Any) -> Any:
+        runs.append(([each.group for each in changed], why))
+        if len(runs) == 1:
+            raise RunError("run 3 failed on target[0]", {"target[0]": "boom"})
+        return traced[len(runs) - 1]
+
+    judged: list[Any] = []
+    compared: list[Any] = []
+    monkeypatch.setattr(search, "_trace", trace)
+    monkeypatch.setattr(search, "_judge", lambda chosen, again: judged.append(again))
+    choose = search._choose
+    monkeypatch.setattr(search, "_choose", lambda calls, now: compared.append(now) or choose(calls, now))
+    # The first change is a remedy, after which the graft is tried.
+    mine = call("a", lost=on_both(), untried=[remedy()])
+    grafts["a"] = {1: 10}
+    search._found_calls, search._traced, search._not_traced = [mine], traced[0], ""
+    search._runs = SimpleNamespace(count=0)
+    search.confirm()
+    assert judged[0] is traced[1]
+    assert [groups for groups, _ in runs[:2]] == [["a"], ["a"]]
+    # Each run is planned from the operations of the one before it.
+    assert compared[:3] == [traced[0], traced[0], traced[1]]
+
+
+def test_a_call_of_a_rank_is_compared_with_the_same_rank_if_both_sides_have_as_many(
+    search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int, int]] = []
+
+    def first(found: list[Any], others: list[Any], own: int, tolerance: float) -> Any:
+        compared.append((len(found), len(others), own))
+        return on_both()
+
+    monkeypatch.setattr(line_runs, "first_lost", first)
+    monkeypatch.setattr(line_runs, "lost_where_ranks_differ", lambda lost, found, others, own, tolerance: (lost, own))
+    monkeypatch.setattr(line_runs, "_has_counterpart", lambda each: False)
+    trace = SimpleNamespace(is_cut_short=False)
+
+    def compare(baseline: list[Any], target: list[Any]) -> TracedCall:
+        mine = call()
+        mine.rank = 1
+        search._found_calls = [mine]
+        search._compare([mine], SimpleNamespace(baseline=[[e] for e in baseline], target=[[e] for e in target]))
+        return mine
+
+    # On a stage of a pipeline that the other side has on another rank, operations are no counterparts.
+    assert compare([trace, None], [None, trace]).lost is None
+    mine = compare([None, trace], [None, trace])
+    assert mine.lost is not None
+    assert (mine.rank, mine.is_on_some_ranks) == (1, True)
+    assert compare([trace], [None, trace]).lost is not None
+    assert compared == [(1, 1, 0), (1, 1, 0)]
+
+
+def test_the_ranks_that_run_a_line_are_those_of_the_whole_side(search: Any) -> None:
+    mine, line = call(), operation(4)
+    search._found_calls = [mine]
+    runs, lacks = (SimpleNamespace(operations=[each]) for each in (operation(4), operation(5)))
+
+    def ranks(*traces: Any) -> tuple[int, ...]:
+        search._traced = SimpleNamespace(target=[[each] for each in traces], baseline=[])
+        return tuple(search._ranks_that_run(mine, "target", line))
+
+    assert ranks(None, runs, lacks, runs) == (1, 3)
+    # Those that do not reach the call at all are no exception.
+    assert ranks(None, runs, runs) == ()

@@ -9,10 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from kit.refusals import exactly
 
 from graftlab.errors import SessionError
 from graftlab.judging import match_runs
-from graftlab.judging.match_runs import _alike, _call, _in_one_order, _MatchedRuns, _same_parts
+from graftlab.judging.match_runs import _alike, _call, _in_one_order, _Match, _MatchedRuns, _same_parts
 from graftlab.layouts import Mesh, parse_layout
 from graftlab.layouts.on_ranks import RankLayout
 from graftlab.matching.pair import Pair
@@ -62,6 +63,11 @@ def test_taps_of_all_ranks_come_in_one_order() -> None:
     assert names("axb", "ayb") == "axyb"  # an expert on each rank
     assert names("ab", "ab", "ab") == "ab"
     assert names("", "ab", "bc") == "abc"
+    assert names("ab", "xayb") == "xayb"  # each comes once before the tap that it precedes
+    # The records of the ranks stay as they are.
+    own = [RecordedTap.of("a", torch.ones(1))]
+    assert len(_in_one_order([own, [RecordedTap.of("b", torch.ones(1))]])) == 2
+    assert len(own) == 1
 
 
 def test_ranks_get_the_budget_of_kept_bytes_and_that_of_sent_ones() -> None:
@@ -180,8 +186,12 @@ def test_the_tensors_of_ranks_are_joined_by_their_layout_or_are_copies() -> None
     def joined(held: list[RecordedTap], layout: RankLayout | None, ranks: int = 2) -> Any:
         return _MatchedRuns._joined(match, held[0], held, layout, ranks)
 
+    halves[0].tags = {"kind": "param", "layer": 3}
     whole = joined(halves, layout)
     assert torch.equal(whole.value, x)
+    assert (whole.name, whole.tags) == ("x", {"kind": "param", "layer": 3})
+    # The parts of another tensor cannot be joined, which is no failure of the match.
+    assert "shape" in joined([halves[0], RecordedTap.of("x", x[:3])], layout)
     copies = [RecordedTap.of("x", x), RecordedTap.of("x", x.clone())]
     assert joined(copies, None) is copies[0]
     assert joined(copies[:1], None) is copies[0]
@@ -218,3 +228,72 @@ def test_a_job_that_recorded_nothing_is_named() -> None:
         match_runs._MatchedSteps._records(match, "target")
     records[1] = records[0]
     assert match_runs._MatchedSteps._records(match, "target") == [records[0]] * 2
+
+
+def record(*taps: RecordedTap, notes: tuple[str, ...] = (), skipped: dict[str, str] | None = None) -> MatchRecord:
+    return MatchRecord(list(taps), {}, skipped or {}, list(notes))
+
+
+def test_what_ranks_note_skip_and_hold_in_parts_is_known_of_the_newest_run() -> None:
+    x = torch.arange(8.0)
+    match = _Match(SimpleNamespace(), 1, 2)  # type: ignore[arg-type]
+    weights = [RecordedTap.of("w", x) for _ in range(2)]
+    for each in weights:
+        each.tags = {"kind": "param"}
+    parts = [RecordedTap.of("part", part) for part in x.chunk(2)]
+    other = RecordedTap.of("uneven", x), RecordedTap.of("uneven", x + 1)
+    ranks = [
+        record(weights[0], parts[0], other[0], notes=("full",), skipped={"s": "first"}),
+        record(weights[1], parts[1], other[1], skipped={"s": "second", "t": "why"}),
+        record(RecordedTap.of("part", x[:4] + 9), RecordedTap.of("alone", x)),
+    ]
+    taps = match._whole_taps(ranks, "target")
+    assert [tap.name for tap in taps] == ["w", "alone"]
+    # Only a tensor that every rank has may be a part of one of the baseline's.
+    assert {name: len(held) for name, held in match._parts.items()} == {"part": 3}
+    assert match._copies == {"w"}
+    assert [*match._notes] == ["target[0]: full"]
+    assert {name: why for name, why in match._skipped["target"].items() if name in "st"} == {"s": "first", "t": "why"}
+    assert match._moved == sum(tap.value.nbytes for each in ranks for tap in each.taps if tap.value is not None)
+    match._whole_taps([record(RecordedTap.of("part", x), notes=("late",))], "target")
+    assert (match._parts, match._copies, match._skipped["target"]) == ({}, set(), {})
+    assert [*match._notes] == ["target[0]: full", "target: late"]
+
+
+def test_a_match_adds_what_its_ranks_lack_to_what_was_found() -> None:
+    found = Proposal(
+        (Pair("a", "b"),),
+        {"x": "no partner", "y": "no partner"},
+        {"z": "no partner"},
+        problems=("found",),
+        wrong_weights=("wrong",),
+    )
+    match: Any = _Match(SimpleNamespace(select=lambda side: [side]), 1, 2)  # type: ignore[arg-type]
+    match._record = lambda grafts: ([], [])
+    match._notes, match._moved, match._order = {"noted": None}, 7, {"target": ("b",)}
+    match._skipped = {"baseline": {"x": "not kept"}, "target": {"q": "not kept"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(match_runs, "match_once", lambda *given, **more: found)
+        patch.setattr(match_runs, "_same_parts", lambda proposal, copies: ["the same part"])
+        made = match.proposal(0)
+    assert made.problems == ("found", "the same part", "noted")
+    assert made.wrong_weights == ("wrong", "the same part")
+    # The reason why a tap was not kept says more than that it has no partner.
+    assert made.unmatched_baseline == {"x": "not kept", "y": "no partner"}
+    assert made.unmatched_target == {"z": "no partner", "q": "not kept"}
+    assert (made.moved, made.order) == (7, {"target": ("b",)})
+
+
+def test_the_progress_of_a_match_counts_the_targets_taps_that_have_a_partner() -> None:
+    match = _Match(SimpleNamespace(), 1, 2)  # type: ignore[arg-type]
+    assert match._progress() == "run 1"
+    match._runs, match._order = 1, {"baseline": ("a",), "target": ("x", "y", "z")}
+    assert match._progress([Pair("a", "x"), Pair("b", "x"), Pair("c", "y")]).startswith("run 2, 2 of 3 taps paired, ")
+
+
+@pytest.mark.parametrize("given", [{"rounds": -1}, {"rounds": 1.5}, {"budget": 0}, {"budget": 1e9}])
+def test_a_match_without_rounds_or_budget_is_refused(given: dict[str, Any]) -> None:
+    asked = {"rounds": match_runs.ROUNDS, "budget": match_runs.BUDGET, **given}
+    said = f"match: rounds must be at least 0 and budget above 0, not {asked['rounds']!r} and {asked['budget']!r}"
+    with pytest.raises(SessionError, match=exactly(said)):
+        match_runs.match(SimpleNamespace(), **given)  # type: ignore[arg-type]

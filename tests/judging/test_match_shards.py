@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from graftlab.errors import SessionError
 from graftlab.judging.match_runs import _Match
 from graftlab.judging.match_shards import with_shards
 from graftlab.matching.pair import Pair
@@ -101,12 +103,14 @@ def test_taps_with_partners_or_without_values_stay_as_they_are() -> None:
 
 
 class Interrupted(_Match):
-    """A match whose run after its rounds is interrupted."""
+    """A match whose run after its rounds is interrupted, or fails."""
+
+    error: BaseException = KeyboardInterrupt()
 
     def _record(self, grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
         self._runs += 1
         if self._runs > 1:
-            raise KeyboardInterrupt
+            raise self.error
         self._parts["proj"] = [RecordedTap.of("proj", value) for value in TARGET["proj"]]
         hidden = [RecordedTap.of("hidden", HIDDEN, order=0)]
         return hidden, hidden
@@ -117,3 +121,8 @@ def test_an_interrupt_of_the_run_for_parts_keeps_what_was_found() -> None:
     found = Interrupted(session, 1 << 20, 1 << 20).proposal(ROUNDS)
     assert [(pair.baseline, pair.target) for pair in found.pairs] == [("hidden", "hidden")]
     assert INTERRUPTED in found.notices
+    # Any other error is no wish to stop.
+    failing = Interrupted(session, 1 << 20, 1 << 20)
+    failing.error = SessionError("a rank died")
+    with pytest.raises(SessionError, match="a rank died"):
+        failing.proposal(ROUNDS)

@@ -217,6 +217,25 @@ def test_no_weight_is_lent_where_both_sides_compute_the_same_with_their_own(lent
     assert not lent(LendingRuns(AssertionError("lent"), own=1e-7))
 
 
+def test_a_weight_that_is_right_in_another_form_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"name": name, "rank": 0} for name in ("norm.weight", "up.weight")]
+    monkeypatch.setattr("graftlab.judging.mechanisms.weights_to_lend", lambda plain, threshold: rows)
+    monkeypatch.setattr("graftlab.judging.mechanisms.differing_rows", lambda plain, threshold: rows)
+    stored = {"norm.weight": "the baseline's plus 1"}
+    monkeypatch.setattr("graftlab.judging.mechanisms.stored_otherwise", lambda *given, agrees: stored)
+    runs: Any = LendingRuns(SessionError("it was asked for"))
+    runs.lend_weights = lambda names, keep: pytest.fail(f"{names}") if "norm.weight" in (*names, *keep) else lend()
+
+    def lend() -> None:
+        raise SessionError("it was asked for")
+
+    found = LentWeights.of(runs, to_frame([tap("late", 1, 0.5)]), 10.0)
+    assert (found.failure, found.stored) == ("it was asked for", stored)
+    monkeypatch.setattr("graftlab.judging.mechanisms.weights_to_lend", lambda plain, threshold: rows[:1])
+    found = LentWeights.of(runs, to_frame([tap("late", 1, 0.5)]), 10.0)
+    assert (found.failure, found.stored) == (None, stored)
+
+
 def test_weights_that_cannot_be_lent_are_named(lent: Any) -> None:
     found = lent(LendingRuns(SessionError("w cannot be grafted\nmore")))
     assert (bool(found), found.failure) == (False, "w cannot be grafted")
@@ -274,3 +293,26 @@ def test_inputs_of_modules_have_their_rows_where_outputs_have_them(rule: tuple[A
     (found,) = _rules_of_inputs([(f"{names[0]}{SUFFIX}", f"{names[1]}{SUFFIX}")], [PairRule(*rule)])
     assert (found.baseline, found.target, found.layout) == (f"{names[0]}{SUFFIX}", f"{names[1]}{SUFFIX}", expected)
     assert found.whole == (rule[3] if len(rule) > 3 else "baseline")
+
+
+def test_a_group_without_numbers_in_some_call_is_looked_at_where_it_has_some() -> None:
+    runs = Runs({"h.0": (X, 3 * X), "h.1": (X, 2 * X)})
+    frame = frame_of(line("h.0", 1, math.nan, group="h", label="culprit"), line("h.1", 2, 9.0, group="h"))
+    assert mechanisms(runs).hints(frame, ["h"])["h"].startswith("at h.1, ")
+
+
+def test_a_cache_is_explained_by_the_tap_just_before_it_and_not_by_a_simple_change() -> None:
+    fed = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    cache = torch.cat([torch.zeros(4, 8), fed])
+    stale = cache.clone()
+    stale[6:8] = X[:2]
+    names = [f"early.{n}" for n in range(8)]
+    pairs = {**dict.fromkeys(names, (X[:1], X[:1])), "fed": (fed, fed), "cache": (cache, stale)}
+    lines = [line(name, place) for place, name in enumerate([*names, "fed"])]
+    frame = frame_of(*lines, line("cache", 99, 9.0), line("after", 100), line("other rank", 98, rank=1))
+    runs = Runs(pairs)
+    hint = mechanisms(runs).hints(frame, ["cache"])["cache"]
+    assert hint.startswith("at cache, indices 6-7 of dim 0 were not computed in this call, a stale or wrongly indexed")
+    assert "fed, which feeds it, agrees" in hint
+    # The eight taps before it are looked at, and no other.
+    assert {name for name, *_ in runs.calls} == {"cache", *names[1:], "fed"}

@@ -68,6 +68,26 @@ def test_no_value_that_activation_checkpointing_repeats_is_the_output() -> None:
 def test_the_step_of_the_output_is_counted_from_the_runs_first() -> None:
     frame = rows("head", "head", "head").assign(step=[5, 6, 7])
     assert [each.place for each in find_outputs(frame, None)] == [(2, 2)]
+    # Where all values are whole numbers, the last of them is the output.
+    assert [each.name for each in find_outputs(rows("a", "ids", dtypes=("int64", "int64")), None)] == ["ids"]
+
+
+def test_the_parts_of_a_long_result_are_not_measured_one_by_one() -> None:
+    for count, measured in ((8, 7), (9, 0)):
+        (found,) = find_outputs(rows(*(f"output[{n}]" for n in range(count))), None)
+        assert (found.name, len(found.parts)) == ("output[0]", measured)
+
+
+def test_parts_of_a_result_are_those_of_its_last_step() -> None:
+    frame = rows("output[0]", "output[1]", "output[0]", "output[1]").assign(step=[5, 5, 6, 6])
+    (found,) = find_outputs(frame, None)
+    assert [(each.name, each.place) for each in found.all] == [("output[0]", (1, 2)), ("output[1]", (1, 3))]
+    assert (found.end, found.title) == ((1, 3), "output")
+    # The parts of a result that one tap shows have the name of that tap.
+    (alone,) = find_outputs(rows("head", "output[0]"), None)
+    assert (alone.end, alone.title) == ((0, 1), "output[0]")
+    for group, is_beside in (("output[0]", False), ("output[1]", False), ("output[2]", True), ("outputs[2]", False)):
+        assert found.is_beside(group) is is_beside
 
 
 def test_a_chosen_output_is_used_unchanged() -> None:
@@ -175,6 +195,9 @@ def test_the_effect_of_a_group_does_not_show_at_its_own_later_calls() -> None:
     # By names that pairs or renames make, other taps of the group cannot be told from it.
     assert not can(["h.*"], exact=False)
     assert not can(["h.*"], rows=pd.concat([frame, frame]))
+    # One call in each step, and on each rank, is no earlier call.
+    apart = [frame[1:2].assign(step=step, rank=rank) for step in (0, 1) for rank in (0, 1)]
+    assert can(["h.*"], rows=pd.concat(apart))
     assert can(["h.*"], rows=frame[:0])
 
 

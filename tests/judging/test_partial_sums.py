@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,10 @@ from graftlab.judging.partial_sums import (
     Summands,
     _are_far,
     _means_add_up,
+    _sum_apart,
     averages_of_parts,
     next_taps,
+    not_compared,
     partial_sums,
 )
 from graftlab.judging.verdict_runs import RunFilters
@@ -279,6 +282,10 @@ def test_only_tensors_that_add_up_are_summands() -> None:
     # Copies that are wrong by the number of ranks.
     assert Runs(2 * one, one, one).found() == []
     assert Runs(one + other, one, other, kept=False).found() == []
+    # A rank that does not reach the tap has no summand of it, so those of the others are no sum.
+    lacking = Runs(one + other, one, other)
+    lacking.session.options.target = 3
+    assert lacking.found() == lacking.asked == []
 
 
 def test_summands_of_quantised_weights_add_up_to_what_quantising_explains() -> None:
@@ -308,6 +315,8 @@ def test_most_calls_of_a_group_must_add_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert found(0, 0.5, 0) == {"layers.*.down": Summands(names, ["layers.1.down"])}
     assert found(0, 0.5, 0.5) == {}
     assert found(0, 0.5) == {}
+    # Not more than three calls are added up, and those show that the group has summands.
+    assert found(0, 0, 0, 0, 0) == {"layers.*.down": Summands([f"layers.{n}.down" for n in range(5)], [])}
     # The first three calls of the group are mostly wrong, and those that seem right decide.
     five = [f"layers.{layer}.down" for layer in range(5)]
     assert found(0.5, 0.5, 0, 0, 0) == {"layers.*.down": Summands(five, five[:2])}
@@ -383,3 +392,47 @@ def test_a_tap_that_a_layout_aligned_or_that_agrees_needs_no_run_to_be_no_summan
     runs = Runs(one + other, one, other)
     assert runs.found(**fields) == []
     assert runs.asked == []
+
+
+def test_what_a_whole_of_zeros_and_its_parts_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, one = torch.zeros(64), drawn(0)
+    call: Any = {rank: tap("sum", 1, rank=rank)._asdict() | {"in_run": 0} for rank in range(2)}
+    # Summands that cancel are a sum, and others are as far from it as can be.
+    assert _sum_apart(Runs(zeros, one, -one), call) == 0.0  # type: ignore[arg-type]
+    assert _sum_apart(Runs(zeros, one, one + 1), call) == math.inf  # type: ignore[arg-type]
+
+
+def test_a_limit_is_that_of_the_module_whose_part_a_tap_shows() -> None:
+    one, other = drawn(0), drawn(1)
+    near = other + 0.01 * drawn(2)
+    runs = Runs(one + other, one, near)
+    rows = [tap("m[0]", 1, rank=rank, **fields_of(one + other, part)) for rank, part in enumerate((one, near))]
+    assert partial_sums(runs, to_frame(rows), {"m": 0.03})["m[0]"].wrong == []  # type: ignore[arg-type]
+    assert partial_sums(runs, to_frame(rows), {"m[0]": 0.03})["m[0]"].wrong == ["m[0]"]  # type: ignore[arg-type]
+
+
+def test_the_taps_after_summands_are_found_step_by_step() -> None:
+    # In the second step the ranks reach fewer taps before the sum.
+    steps = {0: ["up", "mid", "down", "norm"], 1: ["down", "out", "norm"]}
+    rows = [tap(name, order, 0.1, step=step) for step, names in steps.items() for order, name in enumerate(names, 1)]
+    assert next_taps(to_frame(rows), {"down"}) == {"norm": "down", "out": "down"}
+
+
+def test_sums_that_add_up_and_those_that_are_near_have_a_sentence_each() -> None:
+    assert not_compared({}) == []
+    right, near = not_compared(
+        {
+            "a": Summands(["a.0", "a.1"], ["a.1"]),
+            "b": Summands(["b"], ["b"], 0.012),
+            "c": Summands(["c"], ["c"], 0.034),
+        }
+    )
+    ending = "gl.tap(..., layout=...) declares partial sums, and compares their sum."
+    assert right == (
+        "a: each rank of the target has a summand of this value, and together they add up to the baseline's, but not "
+        f"at a.1. What follows is judged without it; {ending}"
+    )
+    assert near == (
+        "b, c: each rank of the target has a summand of these values, and together they differ from the baseline's by "
+        f"0.034. What follows is judged without them; {ending}"
+    )

@@ -176,6 +176,29 @@ def test_where_all_agree_whole_numbers_are_no_output(
     assert unexplained(has_taps=False)[1][-1].startswith(said)
 
 
+def test_weights_that_differ_by_little_are_no_difference_of_functions_alone(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judgement, "nearly_equal_weights", lambda compared, threshold: "nearly equal")
+    weights = [f"{BEGINNINGS['param']}: w. {BELOW}"]
+
+    def said(unexplained: Sequence[str] = (), lent: LentWeights = LentWeights(), **more: Any) -> list[str]:
+        made.naming = naming((), **{"data": [*weights], **more})
+        evidence = replace(made.evidence, weights=lent)
+        found = Judgement(made.runs)._nearly_equal_weights(evidence, made.naming, unexplained)
+        # The sentence replaces the one on the weights.
+        assert made.naming.data == ([] if found else more.get("data", weights))
+        return found
+
+    assert said() == ["nearly equal"]
+    assert said(["something"]) == said(maybe_explained=["a line"]) == said(following=["a@grad"]) == []
+    assert said(data=[*weights, f"{BEGINNINGS['input']}: x."]) == []
+    # In a step of jobs the same weights may have been equal before, and what they lend is what differs.
+    assert said(job_remarks=JOBS) == said(lent=LentWeights(taps("compared"))) == []
+    monkeypatch.setattr(judgement, "nearly_equal_weights", lambda compared, threshold: None)
+    assert said() == []
+
+
 def test_differences_that_data_may_explain_follow_the_data(unexplained: Any, made: Made) -> None:
     found, *_ = unexplained(data_differs=True)
     assert found == ["after the last tap", "written", "lost_gradients"]

@@ -216,6 +216,9 @@ def test_groups_are_ordered_by_what_they_add_and_begin_where_they_do() -> None:
         )
     )
     assert first_over(frame, "a", 5.0) == (2, 5)
+    # At the threshold a tap agrees.
+    assert first_over(frame, "a", 7.0) == (2, 5)
+    assert first_over(frame, "a", 8.0) == first_over(frame[frame["step"] < 3], "a", 1.0) == (2, 5)
     assert by_size(frame, ["c", "a", "b"]) == ["b", "a", "c"]
 
 
@@ -250,3 +253,32 @@ def test_an_output_without_a_record_on_a_rank_is_refused(runs: Runs) -> None:
         ),
     ):
         swaps_of(runs).with_and_without(["a"], OutputTap("gone", "gone", "float32", {}, (0, 0)))
+
+
+def test_what_an_output_is_off_by_is_unknown_if_it_is_at_one_part(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {"name": "part"}, (0, 4))
+    swaps = swaps_of(runs, (*NAMES, "part"))
+    swaps._selves[0].last["part"] = torch.ones(2)
+    # The record has another shape, or the value no finite number.
+    runs.kept = lambda name: (torch.ones(2),) * 2 if name == "out" else (torch.ones(3),) * 2
+    found = swaps.causes(["a"], [], replace(OUTPUT, parts=(part,)), 5.0)
+    assert math.isnan(found.total)
+    assert math.isnan(found.restored)
+    assert not found.agrees
+
+
+def test_a_part_that_one_rank_did_not_record_is_not_measured(runs: Runs) -> None:
+    part = OutputTap("part", "part", "float32", {"name": "part"}, (0, 4))
+    swaps = swaps_of(runs, (*NAMES, "part"))
+    first = swaps._selves[0]
+    lacking = replace(first, last={"out": torch.ones(2)})
+    first.last["part"] = torch.ones(2)
+    assert swaps._is_recorded(part)
+    swaps._selves = [first, lacking]
+    assert not swaps._is_recorded(part)
+
+
+def test_the_groups_that_add_the_most_are_swapped_first(runs: Runs) -> None:
+    swaps = swaps_of(runs)
+    swaps.causes(["a", "b"], [], OUTPUT, 5.0, by_size=["b", "a"])
+    assert runs.titles[2:] == ["with the target's b", "with the target's a"]

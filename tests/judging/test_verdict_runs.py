@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from kit.refusals import exactly
 
 from graftlab.control.work import pack_callees
 from graftlab.errors import LaunchError, RunError, SessionError, WaitInterrupted
+from graftlab.filters.expressions import compile_filter
 from graftlab.grafting.filled_memory import Repetition
 from graftlab.grafting.self_graft import SelfGraft
 from graftlab.judging import floor_cache, job_verdict_runs, verdict_runs
@@ -21,7 +23,7 @@ from graftlab.judging.floor_cache import floor_key, known_floor, remember_floor
 from graftlab.judging.job_verdict_runs import StepRuns
 from graftlab.judging.started_runs import RecordedSteps, StartedRuns
 from graftlab.judging.verdict_request import VerdictRequest
-from graftlab.judging.verdict_runs import CalledRuns, RunFilters, VerdictAbandoned
+from graftlab.judging.verdict_runs import CalledRuns, RunFilters, TracedRun, VerdictAbandoned
 from graftlab.plan.pairs import PairRule
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.messages import Acknowledgement, RunSelfGraft
@@ -111,6 +113,10 @@ def test_each_run_has_the_users_plan_with_the_verdicts_filters(monkeypatch: pyte
     assert str(runs.changes(RunFilters(b2t="x"))["b2t"]).endswith(") or w")
     runs.return_weights()
     assert runs.changes(RunFilters())["b2t"] is None
+    runs.leave_out([("z", None)])
+    runs.take_back([("y", None)])
+    only = compile_filter(str(runs.changes(RunFilters(b2t="True"))["b2t"])).matches
+    assert [only({"name": name}) for name in ("x", "y", "z")] == [True, True, False]
 
 
 def test_an_expression_with_arguments_is_refused_before_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +210,18 @@ def test_only_an_exception_of_the_first_run_is_one_of_the_functions(
     assert (calls.runs.raised, calls.runs.count, calls.runs.returned) == ("the target raises", 1, None)
     assert calls.set_aside == {1}
     assert all(each.func is call_until_exception for each in calls.made[1][0].values())
+    # So does the twin in higher precision.
+    twin = Calls(monkeypatch, exact="exact(x)")
+    monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: None)
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: "key")
+    monkeypatch.setattr(verdict_runs, "remember_floor", Mock())
+    twin.answer(side_effect=RunError("run 0 failed on target[0]"))
+    twin.answer(["a"], ["b"])
+    twin.runs.both("first", RunFilters())
+    twin.answer([SelfGraft()])
+    twin.runs.baseline_against_itself(rows(X), [])
+    assert [each.func for each in twin.made[-1][0]["baseline"].args[:2]] == [call_until_exception] * 2
     # Grafts of a later run may lead to an exception that neither function raises without them.
     calls = Calls(monkeypatch)
     monkeypatch.setattr(verdict_runs, "exception_of_one_side", lambda session, failures: "the target raises")
@@ -229,7 +247,8 @@ def test_weights_are_lent_from_one_run_on_unless_a_graft_of_them_fails(calls: Ca
     calls.answer(frame=lent)
     assert list(calls.runs.both("after", RunFilters())["name"]) == ["w", "x"]
     failed = lent.assign(status=["failed", "compared"], error=["another shape", None])
-    for frame, why in ((failed, "another shape"), (rows(X), "none of them was reached")):
+    alone = lent.assign(status=["missing", "compared"], error=["no such weight", None])
+    for frame, why in ((failed, "another shape"), (alone, "no such weight"), (rows(X), "none of them was reached")):
         calls.answer(frame=frame)
         with pytest.raises(SessionError, match=f"the differing weights could not be grafted: {why}"):
             calls.runs.lend_weights(["w"], [])
@@ -274,6 +293,45 @@ def test_a_failing_target_leaves_the_baselines_floor(calls: Calls, monkeypatch: 
 def test_a_group_without_dependents_has_none_on_any_rank(calls: Calls) -> None:
     calls.answer([["a", "b"], ["b", "c"]])
     assert calls.runs.without_dependents(["a", "b", "c"]) == ["b"]
+
+
+def test_choices_are_as_far_apart_as_on_the_ranks_that_differ_most(calls: Calls) -> None:
+    """Each side's taps are asked for by its own names."""
+
+    def found(distance: float, *, exist: bool = True, is_known: bool = True) -> Any:
+        return SimpleNamespace(exist=exist, is_known=is_known, distance=lambda other: distance)
+
+    paired = rows(("a", {"name": "a"}, "compared"), ("b", {"name": "b", "kind": "param"}, "compared"))
+    paired = paired.assign(baseline_name=["ours", "w"], target_name=["theirs", "w"])
+    calls.answer([found(0.1), found(0.3)], [found(0.0), found(0.0)])
+    assert calls.runs.unseen_choices(paired) == (0.3, True)
+    asked = {side: callee.args[1] for side, callee in calls.made[-1][0].items()}
+    assert asked == {"baseline": ["ours"], "target": ["theirs"]}
+    assert all(callee.args[2] is True for callee in calls.made[-1][0].values())
+    calls.answer([found(0.1), found(math.nan)], [found(0.0)])
+    distance, is_known = calls.runs.unseen_choices(paired)
+    assert (math.isnan(distance or 0.0), is_known) == (True, True)
+    none = [found(0.1, exist=False), found(0.1, exist=False, is_known=False)]
+    calls.answer(none, [found(0.0)])
+    assert calls.runs.unseen_choices(paired) == (None, False)
+
+
+def test_a_match_of_the_present_pairs_is_a_run_of_the_verdict(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        verdict_runs, "match", lambda *given, rounds: asked.append(rounds) or SimpleNamespace(graftable=("p", "q"))
+    )
+    assert calls.runs.present_pairs() == ["p", "q"]
+    assert (asked, calls.runs.count) == ([0], 1)
+
+
+def test_a_known_floor_is_one_with_the_same_doubtful_taps(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+    monkeypatch.setattr(verdict_runs, "floor_key", lambda *given: keys.append(given[-1]) or "key")
+    monkeypatch.setattr(verdict_runs, "known_floor", lambda session, key: ["known"])
+    monkeypatch.setattr(verdict_runs, "beyond_one_rounding", lambda frame: ["doubtful"])
+    calls.runs.baseline_against_itself(rows(X), ["kept"])
+    assert keys == [["kept", "doubtful"]]
 
 
 def test_a_recording_is_neither_repeated_nor_traced_nor_matched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +557,15 @@ def test_rows_begin_after_the_steps_in_which_weights_arrive(
     assert list(frame.index) == list(range(len(frame)))
     steps.runs.pair("x", 0, 1, {})
     steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
+    # Rows of another plan are not those of the run.
+    steps.jobs.rows_from.return_value = pd.concat([*made[:-1], rows(X, step=first, version=9)], ignore_index=True)
+    with pytest.raises(VerdictAbandoned):
+        steps.runs.both("edited meanwhile", RunFilters(b2t=b2t))
+    steps.jobs.rows_from.return_value = made[0][:0]
+    assert len(steps.runs.both("without rows", RunFilters(b2t=b2t))) == 0
+    steps.session.tensors.reset_mock()
+    steps.runs.pair("x", 0, 1, {})
+    steps.session.tensors.assert_called_once_with("x", rank=0, step=first + 1)
     steps.jobs.is_edited.return_value = True
     with pytest.raises(VerdictAbandoned):
         steps.runs.both("second", RunFilters())
@@ -566,3 +633,52 @@ def test_the_coarser_dtype_of_each_tap_is_known_and_blank_where_they_are_equal()
     found = rows(*taps).assign(dtype=[dtype for _, dtype, _ in casts], cast=[cast for _, _, cast in casts])
     expected = {"a": "bfloat16", "b": "float16", "c": "bfloat16", "moved": "", "same": ""}
     assert verdict_runs.coarser_dtypes(found) == expected
+
+
+def test_a_traced_run_needs_the_values_of_all_ranks_of_both_sides() -> None:
+    def trace(number: int, *, lacks: bool = False) -> Any:
+        made = SimpleNamespace(values={number: None}, without_fingerprint=(number,) if lacks else ())
+        made.beside = lambda earlier: (number, earlier.values)
+        return made
+
+    def run(*lacking: int) -> TracedRun:
+        a, b, c = (trace(number, lacks=number in lacking) for number in (1, 2, 3))
+        return TracedRun(rows(X), [[None, a]], [[b, None], [None, c]])
+
+    assert run().needed == {1, 2, 3}
+    assert [run(*each).without_fingerprint for each in ((), (1,), (2,), (3,))] == [False, True, True, True]
+    # Where a rank did not trace a call in both runs, the newer run has all that is known.
+    both: Any = run().beside(run())
+    assert both.baseline == [[None, (1, {1: None})]]
+    assert both.target == [[(2, {2: None}), None], [None, (3, {3: None})]]
+
+
+def test_what_jobs_graft_and_what_came_before_it_is_known_from_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = "w", {**WEIGHT, "updated": True}, "compared"
+    weight = "w", WEIGHT, "compared"
+    frame = rows(weight, X, update)
+    for graft_weights, names in ((False, ["x"]), (True, ["x", "w"])):
+        steps = Steps(monkeypatch, graft_weights=graft_weights)
+        assert list(steps.runs.to_be_grafted(frame)["name"]) == names
+    of_jobs = pd.concat([rows(weight, X, update, step=step) for step in (3, 4, 5)], ignore_index=True)
+    steps.jobs.rows_from.return_value = pd.concat([of_jobs, rows(weight, step=4).assign(run=1)], ignore_index=True)
+    found = steps.runs.weights_before(rows(X, step=5))
+    # Those of the newest step before the graft, in the jobs' own run.
+    assert found[["name", "step", "run"]].to_numpy().tolist() == [["w", 4, 0]]
+
+
+def test_the_first_difference_of_jobs_is_none_of_a_tap_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.session.options = SimpleNamespace(baseline=1, target=2)
+    steps.jobs.rows_from.return_value = pd.concat(
+        [rows(X, ("y", {"name": "y"}, "compared")), rows(X).assign(run=1)], ignore_index=True
+    )
+    judged: list[Any] = []
+    monkeypatch.setattr(
+        job_verdict_runs, "first_difference", lambda frame, *given: judged.append((list(frame["name"]), given))
+    )
+    floors: Any = object()
+    steps.runs.first_difference(floors)
+    steps.runs.leave_out([("y", None)])
+    steps.runs.first_difference(floors)
+    assert judged == [(["x", "y"], (floors, 5.0, (1, 2))), (["x"], (floors, 5.0, (1, 2)))]

@@ -42,6 +42,7 @@ def test_swapped_gate_and_up_are_reported() -> None:
         (F.silu(other), F.gelu(other)),  # of a tensor that no tap shows
         (torch.arange(4), torch.arange(4) + 1),
         (torch.zeros(4, 6, 8), F.gelu(gate)),
+        (F.silu(gate) * gate, F.gelu(gate) * gate),  # no gated MLP multiplies a tensor by itself
     ],
 )
 def test_an_unknown_activation_has_no_hint(ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -147,6 +147,22 @@ def test_a_least_floor_of_values_does_not_excuse_gradients_of_that_name() -> Non
     rows = frame_of(row("q", 1e-3), row("q", 1e-3, order=2, tags={"kind": "grad"}))
     frame = added_frame(rows, {}, allowed={"q": Floor(1e-2, 1e-2)})
     assert named_groups(frame, 5) == ["q@grad"]
+    # Of the two floors the larger counts, and for a single number too.
+    frame = added_frame(rows, {"q": Floor(2e-3, 6e-3)}, allowed={"q": Floor(1e-4, 0.5)})
+    assert frame[["floor", "floor_max"]].to_numpy().tolist()[0] == [2e-3, 0.5]
+
+
+def test_a_tap_that_is_judged_by_its_own_floor_is_judged_by_its_usual_rows() -> None:
+    known = {"numel": 4096, "max_abs": 0.01, "mean_abs": 1e-3}
+    floors = {"m.*": Floor(0.3, 4.0)}
+
+    def floor(own: Floor) -> float:
+        found = added_frame(frame_of(row("m.1", 1e-3, **known)), floors, own={("m.1", None): own})
+        return float(found["floor"].item())
+
+    assert floor(Floor(0.02, 0.5, 0.001)) == 0.001
+    # A group whose floor is at most ten times the tap's own pools taps that are alike.
+    assert floor(Floor(0.03, 0.5, 0.001)) == 0.3
 
 
 def test_a_part_of_a_weights_gradient_that_cancels_has_the_rounding_of_the_whole() -> None:

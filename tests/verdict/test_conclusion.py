@@ -27,6 +27,7 @@ from graftlab.verdict.conclusion import (
     history_of,
     in_order_of,
     newest_rows,
+    of_newest_run,
     tap_summaries,
 )
 
@@ -321,3 +322,27 @@ def test_a_call_without_a_partner_counts_only_if_nothing_newer_was_received() ->
     alone = row("x", 1, 3, side="baseline", status="unmatched")
     assert [each.row.status for each in tap_summaries([*received, alone])] == ["compared"]
     assert [each.row.status for each in tap_summaries([*received, alone._replace(step=6)])] == ["unmatched"]
+
+
+def test_the_first_divergent_tap_is_marked_by_its_line_whatever_ranks_the_taps_have() -> None:
+    found = conclude_from([row("a", rel_l2=1e-7), row("a", rank=1, rel_l2=1e-7), row("b", 2, rel_l2=0.5)])
+    assert found.first == 1
+    assert found.lines[1].name == "b"
+
+
+def test_rows_are_in_the_order_in_which_taps_first_ran() -> None:
+    rows = [row("b"), row("a", rank=1), row("a", side="baseline", rank=2), row("late"), row("a")]
+    taps = [{"name": name} for name in "aba"]
+    assert [(each.name, each.side, each.rank) for each in in_order_of(taps, rows)] == [
+        ("a", "baseline", 2),
+        ("a", "target", 0),
+        ("a", "target", 1),
+        ("b", "target", 0),
+        ("late", "target", 0),
+    ]
+
+
+def test_the_newest_run_is_that_of_the_largest_number() -> None:
+    rows = [row("a", run=1), row("b", run=2), row("a", run=2), row("c", run=0)]
+    assert [each.name for each in of_newest_run(rows)] == ["b", "a"]
+    assert of_newest_run([]) == []

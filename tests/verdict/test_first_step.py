@@ -103,12 +103,16 @@ def test_nothing_is_said_where_the_first_rows_are_late_or_rounding_grows() -> No
     # Which update of the steps between moved the weights apart is not known.
     assert found({0: {}, 2: {0: 0.1, 1: 0.2}}) is None
     assert found({0: {}, 2: {0: 0.1}}) is None
+    # Different weights have different updates.
+    assert found({3: {0: 0.1, 4: 0.1}}) is None
 
 
 def test_steps_after_a_graft_prove_nothing() -> None:
     every = list(rows({0: {}, 1: {1: 0.2}, 2: {1: 0.2}}, ALL))
     frame = to_frame([row._replace(status="grafted") if row.step == 1 else row for row in every])
     assert first_difference(frame, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
+    one = to_frame([row._replace(status="grafted") if (row.step, row.name) == (1, "y") else row for row in every])
+    assert first_difference(one, AccumulatedFloors({}, {}, 1e-5), 5.0) is None
 
 
 def test_gradients_of_a_part_of_the_batch_are_larger_by_the_number_of_ranks() -> None:

@@ -65,6 +65,12 @@ def test_the_factor_of_the_numbers_of_ranks_cancels_out(
     assert list(evens_out(grad, weights, *sizes).groups) == NAMED
 
 
+def test_a_factor_between_equally_many_ranks_is_one_of_the_loss() -> None:
+    near = evens_out([1.004] * 2, [1 / 1.004] * 2, 2, 2)
+    assert list(near.groups) == NAMED
+    assert near.text.startswith("The target's gradients of values are 1.004 times the baseline's; computed from the")
+
+
 @pytest.mark.parametrize(
     ("grad", "weights", "sizes"),
     [

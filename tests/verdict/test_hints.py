@@ -25,6 +25,12 @@ def noise(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
 
 
+def at_the_edge(x: Tensor, rows: slice) -> Tensor:
+    y = x.clone()
+    y[:, rows] = noise(y[:, rows])
+    return y
+
+
 def interleaved(x: Tensor) -> Tensor:
     return torch.stack([x[..., :4], x[..., 4:]], -1).flatten(-2)
 
@@ -82,6 +88,19 @@ def interleaved(x: Tensor) -> Tensor:
             changed((..., slice(1, None, 2)), lambda x: x + noise(x)),
             "the sides differ only at every second index of dim 3, from 1",
         ),
+        # What both sides have there or one side alone, a difference from zero is one.
+        (
+            changed((slice(None), slice(2, None)), torch.zeros_like),
+            "only at indices 2-11 of dim 1 (to the end), the target's values are all zero",
+        ),
+        # Rounding everywhere is nothing beside it.
+        (
+            changed((slice(None), -1), torch.neg) * (1 + 1e-7 * noise(X)),
+            "only at index 11 of dim 1 (the last), the sign is flipped",
+        ),
+        # What moves in from outside the baseline's values may be anything.
+        (at_the_edge(X.roll(-3, 1), slice(-3, None)), "shifted along dim 1 by 3 places, to earlier indices"),
+        (at_the_edge(X.roll(3, 1), slice(0, 3)), "shifted along dim 1 by 3 places, to later indices"),
         (changed((0, 3), lambda x: x + torch.rand_like(x)), "only at index 0 of dim 0 and index 3 of dim 1"),
         (changed((0, 3), lambda x: x * math.nan), "32 of 768 numbers are not finite on the target only"),
     ],
@@ -99,6 +118,11 @@ def test_indices_at_equal_distances_are_named_by_it(step: int, which: str) -> No
     other = own.clone()
     other[:, 2::step] += noise(other[:, 2::step])
     assert f"only at every {which} index of dim 1, from 2" in str(hint_of(own, other))
+    # The first of such indices, and the last, are no exceptions.
+    for chosen in (slice(step, None, step), slice(2, 60 - step, step)):
+        other = own.clone()
+        other[:, chosen] += noise(other[:, chosen])
+        assert "every" not in str(hint_of(own, other))
 
 
 def test_a_constant_that_differs_by_a_factor_has_that_as_its_hint() -> None:

@@ -54,6 +54,7 @@ def test_a_baseline_that_does_not_repeat_gets_an_assumed_floor_and_a_remark(dtyp
 
 def test_a_given_floor_counts_whether_or_not_jobs_repeat() -> None:
     assert remarks(WATCHED, given=1e-3).constant == 1e-3
+    assert "The jobs do not repeat a run of 2 steps: " in remarks(WATCHED, moved=["y"], steps=2).basis[0]
     moving = remarks(WATCHED, given=1e-3, moved=["y"], steps=4)
     assert (moving.constant, moving.floor) == (1e-3, "given ")
     assert moving.basis[0].startswith("The jobs do not repeat a run of 4 steps: ")

@@ -62,6 +62,9 @@ def test_calls_within_a_step_are_counted_where_they_do_not_make_whole_steps() ->
     of_three = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, 3))], 4, 3))))
     assert of_three is not None
     assert (of_three.by, of_three.unit) == (1, "step")
+    of_a_part = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, 2))], 4, 3))))
+    assert of_a_part is not None
+    assert (of_a_part.by, of_a_part.unit, of_a_part.pairs) == (2, "call", 10)
     of_one = find_misaligned_steps(to_frame(list(rows([("x", noise, ahead(noise, 1))], 1, 6))))
     assert of_one is not None
     assert (of_one.by, of_one.unit) == (1, "call")

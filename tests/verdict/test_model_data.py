@@ -73,6 +73,7 @@ def test_a_weight_of_low_precision_may_be_rounded_once_and_not_more() -> None:
         assert said.startswith("The weights already differ: up.weight")
         assert unequal_weights(stale, ("up.weight",)) == []
     # A conversion rounds, and so does merging in float32.
+    assert unequal_weights(weight("bfloat16", 1.2 * one, cast="float32 -> bfloat16"), ()) == []
     assert differing_data(weight("bfloat16", 1.2 * one, cast="float32 -> bfloat16"), 5.0) == []
     assert differing_data(weight("float32", 2.0**-23), 5.0) == []
 
@@ -107,6 +108,9 @@ def test_settings_that_differ_from_a_later_step_on_are_named() -> None:
     known = SettingsDifference((), {"optimizer.lr": "0.1 and 0.02"})
     (said,) = differing_data(to_frame(rows), threshold=5.0, settings=known)
     assert said.startswith("The optimizer's settings already differ: optimizer.lr (0.1 and 0.02).")
+    # One that differs only for weights which one side's optimizer lacks is no other difference.
+    lacking = SettingsDifference(("The target's optimizer does not have 1 of 2 weights: b.",), {"optimizer.lr": ""})
+    assert differing_data(to_frame(rows), threshold=5.0, settings=lacking) == [*lacking.lacking]
 
 
 def test_a_weight_that_is_not_finite_on_one_side_differs_whatever_its_distance() -> None:
@@ -277,3 +281,9 @@ def test_a_table_that_differs_by_little_more_than_rounding_is_nearly_equal() -> 
         pd.concat([weight("float32", 1.2e-6), weight("float32", 0.1).assign(name="down.weight")]),
     ):
         assert nearly_equal_weights(differing, 5.0) is None
+
+
+def test_the_largest_number_of_a_weight_decides_how_far_one_of_its_numbers_may_be_off() -> None:
+    # It is the least one here.
+    assert nearly_equal_weights(weight("float32", 5e-6, 9e-5), 5.0) is not None
+    assert nearly_equal_weights(weight("float32", 5e-6, 1.1e-4), 5.0) is None

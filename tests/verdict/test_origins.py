@@ -235,6 +235,30 @@ def test_wrong_inputs_are_one_only_if_both_the_code_and_the_arguments_are_alike(
     assert not _is_given_the_same(first, replace(first, group="b", tensors=frozenset({2})))
 
 
+def test_a_wrong_input_is_placed_after_the_last_input_of_the_module_around_it() -> None:
+    taps = given("attn", 0.5), Tap("k", 0.5), given("attn", 0.5, "mask"), Tap("q", 0.5)
+    (origin,) = origins(*taps, given("attn.o", 9.0), Tap("attn.o", 0.5)).found
+    assert origin.before == ("q",)
+
+
+def test_doubts_about_a_group_are_those_of_its_first_tap_with_any() -> None:
+    names = [f"layers.{layer}.o" for layer in range(2)]
+    calls = {name: ModuleCall(name, (MODEL,), "forward", True, 1) for name in names}
+    first, second = ([given(name, 0.5), given(name, None, "mask"), Tap(name, 5.0)] for name in names)
+    group = "layers.*.o"
+    assert origins(*first, *second, of=[group], calls=calls).not_compared == {group: ("mask",)}
+    assert origins(*first, Tap(names[1], 5.0), of=[group], calls=calls).not_compared == {group: ("mask",)}
+
+
+def test_arguments_that_neither_side_shares_are_named_by_the_target() -> None:
+    lacking = given("attn", None, "mask"), given("attn", None, "bias", side="baseline")
+    taps = given("attn", 0.5), *lacking, given("attn.o", 9.0), Tap("attn.o", 0.5)
+    (origin,) = origins(*taps).found
+    assert (origin.not_compared, origin.not_compared_of) == (("mask",), "target")
+    (origin,) = origins(*taps[:1], *taps[2:]).found
+    assert (origin.not_compared, origin.not_compared_of) == (("bias",), "baseline")
+
+
 def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
     before = [Tap(name, 0.5) for name in "abcdefg"]
     (origin,) = origins(given("attn", 0.5), *before, given("attn.o", 9.0), Tap("attn.o", 0.5)).found

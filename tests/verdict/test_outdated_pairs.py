@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kit.in_process import a_row
@@ -79,7 +80,7 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
     pairs = [{"baseline": f"b{n}", "target": f"t{n}"} for n in range(4)]
     plan = GraftPlan(pairs=[{**each, "matched_by": "near", "rel": 1e-7} for each in pairs])
 
-    def found(**changes: object) -> list[OutdatedPair]:
+    def found(given: Sequence[str] = (), **changes: object) -> list[OutdatedPair]:
         usual = {"matched_by": "near", "match_rel": 1e-7, "dtype": "float32", "rel_l2": 0.5}
         rows = [
             a_row(
@@ -89,7 +90,7 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
             )
             for n in range(4)
         ]
-        return outdated_pairs(to_frame(rows), plan, ["given"])
+        return outdated_pairs(to_frame(rows), plan, given)
 
     assert found() == [OutdatedPair("b2", "t2", "same", 1e-7, 0.5)]
     assert (
@@ -100,6 +101,8 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
         == found(match_rel=0.1)
         == []
     )
+    # What the model was given is no result of code.
+    assert found(["b2"]) == []
     # The weight after an optimizer's step.
     assert found(tags={"name": "b2", "kind": "param", "updated": True}) == []
     # The match has not compared the gradients.

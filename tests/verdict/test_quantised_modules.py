@@ -90,6 +90,10 @@ def test_an_output_that_differs_by_a_factor_is_named_in_words_and_allowed_nothin
     assert modules.factors(frame, ["layers.*.up"]) == []
     assert modules.outputs(frame, ()) == ["layers.*.up"]
     assert modules.outputs(frame, ["layers.*.up"]) == modules.outputs(frame.assign(added=0.0), ()) == []
+    less = [row(f"layers.{n}.up", 0.04, factor=0.98 if n == 1 else 0.995, status="grafted") for n in range(3)]
+    assert found([weight(n) for n in range(3)], less).scaled == {
+        "layers.1.up": "the target's layers.1.up is 0.98 times the baseline's"
+    }
     # In few numbers, a factor may be chance.
     few = [row("layers.0.up", 0.04, factor=1.02, numel=16, status="grafted")]
     assert found([weight(0)], few).scaled == {}
@@ -224,3 +228,18 @@ def test_weights_that_each_side_quantises_elsewhere_are_of_either_side() -> None
     text = found(weights, [row("layers.0.up", 0.04, status="grafted")]).text[0]
     assert text.startswith("Weights of either side are quantised to float8_e4m3fn: ")
     assert "they differ from the other side's by" in text
+
+
+def test_weights_are_those_of_the_first_step_however_many_follow() -> None:
+    later = row("layers.0.up", 0.04)._replace(step=1)
+    outputs = [row("layers.0.up", 0.036, status="grafted")]
+    assert [*found([weight(0), later], outputs).floors] == ["layers.0.up"]
+
+
+def test_the_weights_whose_values_are_not_compared_are_counted() -> None:
+    codes = [weight(n, aligned_by="dequantised" if n < 2 else None) for n in range(5)]
+    said, *_ = found(codes, []).text
+    assert said.endswith(
+        "multiplied by their scales, they differ from the baseline's by at most 0.026 (rel_l2); the values of 3 are "
+        "not compared, because no scale was found."
+    )

@@ -114,3 +114,10 @@ def test_a_file_below_the_servers_folder_is_a_link_elsewhere_a_text(
     assert file_link(str(tmp_path / "lost.py"), "lost.py:6") == "lost.py:6"
     (tmp_path / "jpserver-123.json").write_text(json.dumps({"root_dir": str(tmp_path / "it's")}))
     assert file_link(str(model), "gem.py:6") == "gem.py:6"
+
+
+def test_an_empty_line_does_not_keep_the_indent_of_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "gem.py"
+    file.write_text("class A:\n    def f(self):\n        a = 1\n\n        scale = 0.3\n\n        return scale\n")
+    shown = text_of(source_view([line(file, line=5)]))
+    assert "    2  def f(self):\n    3      a = 1\n    4  \n▶   5      scale = 0.3\n" in shown

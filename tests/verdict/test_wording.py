@@ -118,6 +118,24 @@ def test_a_side_of_low_precision_is_named_first(cast: str | None, first: str, ad
     assert text.endswith(advice)
 
 
+def test_each_pair_of_dtypes_that_round_apart_has_a_sentence_with_the_coarser() -> None:
+    casts = ["float32 -> bfloat16", "float16 -> bfloat16", "bfloat16 -> float16", "cpu -> cuda:0, float32 -> float16"]
+    taps = [{**tap(f"h{n}", 1.0), "dtype": "bfloat16", "cast": cast} for n, cast in enumerate(casts)]
+    same = {**tap("same", 1.0), "dtype": "bfloat16", "cast": "bfloat16 -> bfloat16"}
+    parts = [
+        ("bfloat16", "h0", "float32", "bfloat16"),
+        ("bfloat16", "h1", "float16", "bfloat16"),
+        ("float16", "h2", "bfloat16", "bfloat16"),
+        ("float16", "h3", "float32", "float16"),
+    ]
+    expected = " ".join(
+        f"The target has {after} at {name} where the baseline has {before}, so differences within {coarser} rounding "
+        "cannot be seen there."
+        for after, name, before, coarser in parts
+    )
+    assert said(*taps, same).startswith(f"{expected} Nothing above bfloat16 rounding (")
+
+
 def test_returned_values_that_differ_where_taps_are_bit_equal_are_stated() -> None:
     frame = pd.DataFrame([{**tap("h", 0.0), "dtype": "bfloat16"}], columns=list(COLUMNS))
     assert text_of(Findings(frame, 5.0, 1)).endswith("threshold 5), and all are bit-equal.")

@@ -81,6 +81,9 @@ def test_calls_without_a_common_part_are_counted_and_the_first_ones_listed() -> 
     assert words(calls, wrong) == (
         " in 8 of 160 calls: rid=0 t=3, rid=0 t=6, rid=0 t=9, rid=1 t=4, rid=1 t=7, rid=1 t=10, ..."
     )
+    # The caller's own tags come before the numbers that graftlab counts.
+    both = [{"step": step, "t": t} for step in range(3) for t in range(3)]
+    assert words(both, {1, 3}) == " in 2 of 9 calls: t=1 step=0, t=0 step=1"
     # A tag that some calls lack decides nothing.
     assert words([{}, {"t": 1}, {"t": 2}], {1}) == " in 1 of 3 calls: t=1"
 
