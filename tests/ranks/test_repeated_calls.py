@@ -15,6 +15,7 @@ import torch
 from kit.grafters import become_rank
 from torch import Tensor, nn
 
+import graftlab as gl
 from graftlab.diffs.results import NamedTensors
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
@@ -152,6 +153,22 @@ def test_a_description_keeps_its_numbers_when_the_next_call_overwrites_them() ->
     assert not of(lambda: model(x), model).describe().plain[""].requires_grad
 
 
+class TapsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(gl.tap("own", self.first(x)))
+        return made
+
+
+def test_taps_of_the_models_own_code_are_among_the_others_in_their_order() -> None:
+    model = TapsItself()
+    described = of(lambda: model(torch.ones(2)), model, WatchChoice(params=False), x=torch.ones(2)).describe()
+    assert described.taps == ("input.x", "first", "own", "last", "output")
+
+
 def test_a_call_is_described_with_the_weights_that_need_gradients() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)).requires_grad_()
     model[0].bias.requires_grad_(False)
@@ -269,6 +286,19 @@ def test_without_weights_that_need_gradients_no_backward_pass_is_repeated() -> N
     assert held().keys() == tapped().keys() == {""}
 
 
+class Gradients(CountingHandler):
+    """Keeps the gradients of weights that are tapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, list[list[float]]] = {}
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        if tags.get("kind") == "param_grad":
+            self.of.setdefault(name, []).append(value.tolist())
+        return value
+
+
 def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one() -> None:
     model = net()
     model[0].bias.requires_grad_(False)
@@ -279,6 +309,18 @@ def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one()
     of_weights = [name for name, kind in taps_of(held) if kind == "param_grad"]
     assert of_weights == ["2.bias", "2.weight", "0.weight"]
     assert ("2", "grad") in taps_of(held)
+    # Gradients that the script has accumulated are no part of them, and stay.
+    with handled_by(shown := Gradients()):
+        held()
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, 100.0) if weight.requires_grad else None
+        again = of(lambda: model(torch.ones(2)), model)
+        assert again.try_backward() is None
+        again()
+    assert shown.of["0.weight"][0] == shown.of["0.weight"][-1]
+    again.end()
+    assert model[0].weight.grad is not None
+    assert model[0].weight.grad.tolist() == [[100.0] * 2] * 3
     # A result that needs no gradient has none.
     both = of(lambda: (model(torch.ones(2)), torch.ones(1)), model)
     assert both.try_backward() is None
@@ -346,6 +388,20 @@ def test_repetitions_and_the_script_continue_with_weights_that_taps_have_set(mon
     assert model(x).tolist() == [0.0, 0.0]
 
 
+def test_buffers_that_taps_have_set_stay_also_after_a_look_in_float32() -> None:
+    model, x = nn.BatchNorm1d(2).bfloat16().eval(), torch.ones(3, 2).bfloat16()
+    assert model.running_var is not None
+    held = of(lambda: model(x), model, x=x)
+    with handled_by(Zeros()):
+        held.take_weights()
+    assert held.widen({}, {}) is None
+    assert held()[""].dtype == torch.float32
+    held.narrow()
+    assert model.running_var.tolist() == [0.0, 0.0]
+    held.end()
+    assert (model.running_var.tolist(), model.weight.tolist()) == ([0.0, 0.0], [0.0, 0.0])
+
+
 def test_numbers_that_a_call_reads_are_those_of_its_arguments_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.BatchNorm1d(2).bfloat16()
     x = torch.ones(3, 2)
@@ -358,6 +414,7 @@ def test_numbers_that_a_call_reads_are_those_of_its_arguments_and_state(monkeypa
     numbers = held.numbers()
     assert numbers is not None
     # As the call finds them.
+    assert numbers.keys() == {"running_mean", "running_var", "x"}
     assert any(torch.equal(each, torch.ones(3, 2)) for each in numbers.values())
     assert all(each.is_floating_point() for each in numbers.values())
     assert not any(path.endswith(WEIGHT) for path in numbers)
@@ -397,6 +454,17 @@ def test_a_call_is_repeated_in_float32_from_given_numbers_and_then_from_its_own(
     assert torch.equal(held()[""], rounded)
     held.end()
     assert model[0].weight.dtype == x.dtype == torch.bfloat16
+
+
+def test_given_numbers_are_moved_by_a_few_roundings_in_place_of_the_calls_own() -> None:
+    x = torch.ones(64).bfloat16()
+    held = HeldCall(x.clone, {}, {"x": x}, WatchChoice(), name="Net")
+    assert held.widen({"x": torch.full((64,), 8.0)}, {}, rounded_otherwise=["x"]) is None
+    moved = held()[""] / 8 - 1
+    held.narrow()
+    assert 0 < moved.abs().max() <= 4 * roundoff("bfloat16")
+    # In both directions.
+    assert moved.min() < 0 < moved.max()
 
 
 def test_numbers_of_16_bits_are_moved_by_a_few_roundings_in_float32() -> None:
