@@ -81,6 +81,7 @@ def test_kernel_and_fallback_agree_on_everything(scale: float, monkeypatch: pyte
         ([-3.0, -3.0, -3.0], [3.0, 3.0, 3.0]),
         ([1e16, 1e16, 1e16], [1e16, 1e16, 1e16]),
         ([-1e200, 1e-3, 5.0], [1e-200, 1e-3, 5.0]),
+        ([-1.7e308, 1.0], [1.7e308, 1.0]),
     ],
 )
 def test_blocks_are_combined_whatever_is_no_pair_in_them(

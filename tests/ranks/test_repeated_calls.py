@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -16,10 +17,11 @@ from kit.grafters import become_rank
 from torch import Tensor, nn
 
 import graftlab as gl
-from graftlab.diffs.results import NamedTensors
+from graftlab.diffs.results import NamedTensors, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call, holding
+from graftlab.ranks.autocast import no_autocast
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice, arguments_by_name
@@ -215,6 +217,61 @@ def test_weights_of_inference_mode_count_no_writes() -> None:
     assert described.not_repeated == ()
 
 
+def test_a_call_that_changes_weights_is_described_as_such() -> None:
+    model, writes = net(), [False]
+
+    def call() -> Tensor:
+        if writes[0]:
+            with torch.no_grad():
+                model[2].bias.add_(1)
+        result: Tensor = model(torch.ones(2))
+        return result
+
+    assert not of(call, model).describe().writes_weights
+    writes[0] = True
+    assert of(call, model).describe().writes_weights
+
+
+def test_gradients_of_the_script_stay_when_a_call_is_narrow_again() -> None:
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    before = {weight: (weight.grad, weight.grad.clone()) for weight in model.parameters()}
+    held = of(lambda: model(x), model, x=x)
+    assert held.widen({}, {}) is None
+    held()
+    held.narrow()
+    for weight, (gradient, values) in before.items():
+        assert weight.grad is gradient
+        assert torch.equal(gradient, values)
+
+
+def test_what_the_script_computed_before_a_call_has_its_graph_after_repeated_backward_passes() -> None:
+    model = net()
+    scaled = model[0].weight.exp()
+    held = of(lambda: torch.ones(2) @ scaled.T, model)
+    assert held.try_backward() is None
+    for _ in range(2):
+        held()
+    held.end()
+    scaled.sum().backward()
+    assert torch.equal(model[0].weight.grad, scaled)
+
+
+class Trial(contextlib.nullcontext[None]):
+    """A trial in which another rank fails."""
+
+    def end(self, reason: str | None) -> str:
+        return reason or "rank 1 failed: x"
+
+
+def test_a_call_is_narrow_again_where_another_rank_cannot_widen_its_own() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16)
+    held = HeldCall(lambda: x * 2, {}, {"x": x}, WatchChoice())
+    trial: Any = Trial()
+    assert held.widen({}, {}, trial) == "rank 1 failed: x"
+    assert x.dtype == held()[""].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError])
 def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request(kind: type[Exception]) -> None:
     model = net()
@@ -241,8 +298,10 @@ def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:
     most = 1 << 16
     ids = torch.arange(most)
     given = {"ids": ids, "many": torch.arange(most + 1), "x": torch.ones(2), "mask": torch.ones(2, dtype=torch.bool)}
-    numbers = of(lambda: model(torch.ones(2)), model, **given).describe().whole_numbers
+    described = of(lambda: model(torch.ones(2)), model, **given).describe()
+    numbers = described.whole_numbers
     assert len(numbers) == 1
+    assert described.untapped_numbers == ()
     ((_, found),) = numbers.items()
     ids.fill_(0)
     assert torch.equal(found, torch.arange(most))
@@ -250,6 +309,15 @@ def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:
     counter = torch.zeros(1, dtype=torch.int64)
     counting = of(lambda: model(torch.ones(2)) + counter.add_(1), model, counter=counter).describe()
     assert [each.tolist() for each in counting.whole_numbers.values()] == [[0]]
+    # A tap shows neither a number nor what an object has.
+    hidden = of(lambda: torch.ones(1), model, ids=torch.arange(2), count=3, of=SimpleNamespace(tokens=torch.arange(3)))
+    described = hidden.describe()
+    assert {path: each.tolist() for path, each in described.whole_numbers.items()} == {
+        "['ids']": [0, 1],
+        "['count']": 3,
+        "['of'].tokens": [0, 1, 2],
+    }
+    assert described.untapped_numbers == ("['count']", "['of'].tokens")
 
 
 def test_a_call_of_several_models_is_named_by_their_classes_once() -> None:
@@ -694,6 +762,31 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert model(x).count_nonzero() == 0
         assert before.count_nonzero() == 2
         assert torch.is_autocast_cache_enabled()
+
+
+def test_autocast_is_left_on_the_devices_that_have_it() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with no_autocast(["meta", "cpu", "cpu"]):
+            assert not torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+        with no_autocast(["meta"]):
+            assert torch.is_autocast_enabled("cpu")
+    with no_autocast(["cpu"]):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_a_call_writes_is_not_what_it_returns() -> None:
+    cache = torch.zeros(2)
+
+    def call() -> torch.Tensor:
+        cache.add_(1)
+        return cache * 2
+
+    described = HeldCall(call, {}, {"cache": cache}, WatchChoice()).describe()
+    assert [path for path in described.plain if is_written(path)]
+    assert {path: each.tolist() for path, each in described.returned.items()} == {"": [2.0, 2.0]}
 
 
 def test_a_call_in_float32_leaves_the_autocast_block_of_its_script() -> None:
