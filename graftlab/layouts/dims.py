@@ -171,8 +171,7 @@ def _rearrangement(
     if left == right:
         return None
     pattern = f"{' '.join(map(_written, left))} -> {' '.join(map(_written, right))}"
-    axes = {name for group in left for name in group}
-    return Rearrange(pattern, tuple((name, size) for name, size in sizes.items() if name in axes))
+    return Rearrange(pattern, tuple(sizes.items()))
 
 
 def _written(group: tuple[str, ...]) -> str:

@@ -64,12 +64,12 @@ def default_transform(graft_input: GraftTransformInput) -> Outcome:
     dim = _differing_dim(received, mine)
     if dim is not None:
         extent, total = mine.shape[dim], sum(tensor.shape[dim] for tensor in received)
-        if complete and count > 1 and total == extent:
+        if complete and total == extent:
             return Outcome(torch.cat(in_one_dtype(received), dim), f"concat dim={dim}")
         if chosen is not None and chosen.shape[dim] == extent * receivers:
             cut = Outcome(chosen.narrow(dim, rank * extent, extent), f"slice dim={dim}")
             return _one_of(received, senders, partner, cut)
-        if complete and count > 1 and total == extent * receivers:
+        if complete and total == extent * receivers:
             joined = torch.cat(in_one_dtype(received), dim)
             return Outcome(joined.narrow(dim, rank * extent, extent), f"concat, slice dim={dim}")
     hint = suggested(received, mine)

@@ -85,6 +85,9 @@ def test_a_folder_that_belongs_to_another_user_is_theirs_to_write(
     monkeypatch.setattr(files.os, "getuid", lambda: 12_345)
     monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_uid=owner, st_mode=0o40700, st_gid=0))
     assert others_can_write(tmp_path)
+    # root is trusted.
+    monkeypatch.setattr(Path, "stat", lambda self: SimpleNamespace(st_uid=0, st_mode=0o40700, st_gid=0))
+    assert not others_can_write(tmp_path)
 
 
 @pytest.mark.parametrize(("group", "expected"), [("me", False), ("team", True), (None, True)])

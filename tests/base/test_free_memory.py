@@ -63,3 +63,10 @@ def test_free_memory_is_known_on_this_machine() -> None:
     free = free_bytes(CPU)
     assert free is not None
     assert free >= 0
+
+
+def test_memory_that_torch_keeps_on_a_gpu_is_free_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (16 * MIB, 80 * MIB))
+    assert free_bytes(torch.device("cuda", 1)) == 21 * MIB

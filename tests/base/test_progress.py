@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 
 import pytest
 from kit.kernels import kernel
@@ -84,8 +85,22 @@ def test_notebook_bar_is_updated_text_that_a_saved_notebook_does_not_need() -> N
 
 def test_a_wait_that_is_over_at_once_is_reported_too() -> None:
     titles: list[str] = []
-    with reported_to(titles.append), LongWait("run 1", "rows", int):
+    with reported_to(titles.append), LongWait("run 1", "rows", int) as wait:
         assert titles == ["run 1"]
+        assert [wait.next_look(left) for left in (None, 0.05, 60.0, -1.0)] == [0.2, 0.05, 0.2, 0.0]
+    assert titles == ["run 1"] * 5
+
+
+def test_a_wait_that_is_stopped_does_not_begin_and_does_not_look_again() -> None:
+    stop = threading.Event()
+    titles: list[str] = []
+    with reported_to(titles.append), LongWait("run 1", "rows", int, stop=stop) as wait:
+        stop.set()
+        with pytest.raises(KeyboardInterrupt):
+            wait.next_look(None)
+    with pytest.raises(KeyboardInterrupt), LongWait("run 2", "rows", int, stop=stop):
+        pytest.fail("it has begun")
+    assert titles == ["run 1"]
 
 
 def test_titles_are_reported_to_one_at_a_time_and_no_longer_than_asked() -> None:

@@ -67,6 +67,20 @@ def test_each_number_is_multiplied_by_the_scale_of_its_block(
     torch.testing.assert_close(found, codes.float() * each)
 
 
+def test_a_scale_of_either_sign_divides_if_it_is_above_one() -> None:
+    codes = torch.tensor([[2.0], [4.0]]).to(FP8)
+    for scale, expected in (([-4.0, 2.0], [[-0.5], [2.0]]), ([-0.25, 0.5], [[-0.5], [2.0]])):
+        assert by_extras(codes, {SCALE: torch.tensor(scale)}).tolist() == expected
+
+
+def test_a_weights_scale_is_shown_without_its_graph() -> None:
+    weight, scale = VALUES.to(FP8), torch.nn.Parameter(torch.tensor(0.5))
+    shown, extras = weight_tap("q.weight", {"q.weight": weight, "q.weight_scale": scale})
+    assert shown is weight
+    assert extras is not None
+    assert (extras[SCALE].requires_grad, extras[SCALE].tolist()) == (False, 0.5)
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (80,), (3,), (48, 80, 1), (0, 1), (7, 1)])
 def test_a_scale_of_another_shape_does_not_fit(shape: tuple[int, ...]) -> None:
     codes = VALUES.to(FP8)

@@ -300,6 +300,13 @@ def test_a_large_value_of_the_package_arrives_as_itself_without_a_warning() -> N
     assert len(warned(lambda: pack_call(print, (Packed.of(large), large), {}))) == 1
 
 
+def test_several_values_of_the_package_are_not_counted_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "LARGE", 4096)
+    parts = [Packed.of(bytes(3000)), Packed.of(bytes(3000))]
+    assert warned(lambda: pack_call(print, (*parts, bytes(3000)), {})) == []
+    assert len(warned(lambda: pack_call(print, (*parts, bytes(5000)), {}))) == 1
+
+
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +335,7 @@ def test_arguments_arrive_in_dtypes_that_torch_does_not_unpickle(dtype: str) -> 
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(made, requires_grad=needs_grad)
     strided = made[1:5].view(2, 2).t()
+    strided.requires_grad_(needs_grad)
     strided.tag = "kept"  # type: ignore[attr-defined]
     _, (arrived, view, empty, meta), _ = unpack_call(
         pack_call(print, (model, strided, made[:0], torch.empty(2, dtype=made.dtype, device="meta")), {})
@@ -335,16 +343,20 @@ def test_arguments_arrive_in_dtypes_that_torch_does_not_unpickle(dtype: str) -> 
     assert (arrived.weight.dtype, arrived.weight.requires_grad) == (made.dtype, needs_grad)
     assert arrived.weight.detach().view(torch.uint8).tolist() == list(range(48))
     assert (view.dtype, view.stride(), view.tag) == (made.dtype, strided.stride(), "kept")
+    assert (view.requires_grad, view.is_leaf) == (needs_grad, True)
+    view, strided = view.detach(), strided.detach()
     assert view.contiguous().view(torch.uint8).equal(strided.contiguous().view(torch.uint8))
     assert (empty.dtype, empty.shape, meta.dtype, meta.shape) == (made.dtype, (0,), made.dtype, (2,))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_result_arrives_with_its_scale_and_a_nested_one_as_itself() -> None:
+def test_a_quantized_result_arrives_with_its_scale_and_meta_and_nested_ones_as_such() -> None:
     made = torch.quantize_per_tensor(torch.tensor([1.0, -2.0]), 0.5, 1, torch.qint8)
     arrived = unpack_result(pack_result(made))
     assert (arrived.q_scale(), arrived.q_zero_point()) == (0.5, 1)
     assert arrived.dequantize().tolist() == [1.0, -2.0]
+    meta = unpack_result(pack_result(torch.ones(2, 3, device="meta", dtype=torch.float16)))
+    assert (meta.device.type, meta.shape, meta.dtype) == ("meta", (2, 3), torch.float16)
     nested = unpack_result(pack_result(torch.nested.nested_tensor([torch.ones(1), torch.zeros(2)])))
     assert [each.tolist() for each in nested.unbind()] == [[1.0], [0.0, 0.0]]
 

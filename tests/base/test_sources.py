@@ -94,6 +94,10 @@ def test_an_installed_source_has_the_lines_of_its_file() -> None:
     sources.install_source("<installed>", "a = 1\nb = 2\n")
     assert linecache.getline("<installed>", 2) == "b = 2\n"
     assert sources.source_of("<installed>") == "a = 1\nb = 2\n"
+    assert sources.source_of("<another>") is None
+    # Any process can read a file itself.
+    assert linecache.getline(__file__, 1)
+    assert sources.source_of(__file__) is None
 
 
 def test_everything_of_ours_is_read_here() -> None:
@@ -108,11 +112,17 @@ def test_everything_of_ours_is_read_here() -> None:
     [
         *(1, -0.5, math.inf, -math.inf, True, None, "", "a", (), ("a",), ("a", (1, 2.5))),
         *("one\ntwo", 'two\nquoted"', 'a\n"""b"""', "back\\slash\n", "carriage\r\nreturn", "\n", '\n"'),
+        *('one\ntwo"', 'one\n"two""', 'a\n\\"', "a\n'b'"),
     ],
 )
 def test_a_value_of_a_plan_is_written_as_an_expression_that_gives_it(value: object) -> None:
     assert eval(literal(value)) == value
     assert type(eval(literal(value))) is type(value)
+
+
+def test_lines_are_written_as_lines() -> None:
+    assert literal('one\ntwo "three"\n') == '"""\\\none\ntwo "three"\n"""'
+    assert literal('one\ntwo"') == '"""\\\none\ntwo\\""""'
 
 
 def test_nan_is_written_as_an_expression_too() -> None:

@@ -16,10 +16,13 @@ from graftlab.base.tags import (
     PLACE_TAGS,
     RESERVED_TAGS,
     TapIdentity,
+    display_tags,
     distinguishes_taps,
     identity,
     is_no_tag,
+    name_with,
     own_tags,
+    plain,
     rank_tags,
 )
 from graftlab.rows.encoding import decode, encode
@@ -90,7 +93,10 @@ def test_tags_are_of_these_kinds() -> None:
     assert rank_tags(given) == (("tp_rank", 1),)
     orders = ({"tp_rank": 1, "dp_rank": 0}, {"dp_rank": 0, "tp_rank": 1})
     assert {rank_tags(each) for each in orders} == {(("dp_rank", 0), ("tp_rank", 1))}
-    assert {tag for tag in given if distinguishes_taps(tag)} == {"layer", "recompute_status"}
+    compiled = {**given, "compiled": True, "baseline_name": "h", "target_name": "k"}
+    assert {tag for tag in compiled if distinguishes_taps(tag)} == {"layer", "recompute_status"}
+    assert display_tags(compiled) == {"layer": 3, "tp_rank": 1}
+    assert identity(compiled) == identity(given)
     assert PLACE_TAGS | {"name", "recompute_status"} == given.keys() - {"layer", "tp_rank"}
     assert PLACE_TAGS | {"name", "recompute_status", "baseline_name", "target_name"} == RESERVED_TAGS
 
@@ -124,3 +130,60 @@ def test_arrays_are_no_tags_and_their_scalars_are() -> None:
     assert is_no_tag("mask", np.ones(2))
     assert is_no_tag("mask", torch.ones(2))
     assert not is_no_tag("scale", np.float32(2))
+    for values in ([1], {"a": 1}, (1, torch.ones(1)), (1, (2, [3]))):
+        assert is_no_tag("where", values)
+    for value in ((1, 2), (), "text", 3, None, Phase.DECODE):
+        assert not is_no_tag("where", value)
+        assert is_no_tag("grafter_extras", value)
+
+
+class Address:
+    def __repr__(self) -> str:
+        return "<Address at 0x7F00aa of 0x10>"
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (True, True),
+        (Depth(3), 3),
+        (Phase.DECODE, "decode"),
+        (np.float32(0.5), 0.5),
+        (np.int64(7), 7),
+        (math.nan, "nan"),
+        (math.inf, math.inf),
+        ((1, (2.0, "x")), "[1, [2.0, 'x']]"),
+        ({"a": (1,)}, "{'a': [1]}"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (ITSELF, "[[...]]"),
+        (Address(), "<Address of 0x10>"),
+        ((1 << 14_000) - 1, (1 << 14_000) - 1),
+        (1 << 14_000, hex(1 << 14_000)),
+        (-(1 << 14_000), hex(-(1 << 14_000))),
+    ],
+    ids=lambda value: repr(value)[:30] if not isinstance(value, int) or value.bit_length() < 99 else "long",
+)
+def test_a_value_of_a_tag_is_text_or_a_number_outside_its_rank(value: Any, expected: Any) -> None:
+    found = plain(value)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({}, "q"),
+        ({"layer": 3, "phase": "decode"}, "q[layer=3,phase=decode]"),
+        ({"phase": "decode", "layer": 3.0}, "q[layer=3,phase=decode]"),
+        ({"scale": 0.5, "tp_rank": 1}, "q[scale=0.5]"),
+        ({"tp_rank": 1}, "q"),
+        ({"last": True}, "q[last=True]"),
+    ],
+    ids=str,
+)
+def test_calls_are_named_by_their_tags_in_the_order_of_the_alphabet(given: dict[str, Any], name: str) -> None:
+    assert name_with("q", given) == name

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from graftlab.base.tap_groups import filter_of, group_of, is_output, numbers_in
+from graftlab.base.tap_groups import (
+    DATA,
+    described,
+    filter_of,
+    group_of,
+    in_layers,
+    is_data,
+    is_output,
+    is_value,
+    kind_of_group,
+    numbers_in,
+    place_in_blame,
+)
 from graftlab.filters.expressions import compile_filter
 
 
@@ -53,3 +67,65 @@ def test_no_names_give_no_filter() -> None:
 def test_the_output_of_a_model_is_distinguished_from_modules_of_that_name() -> None:
     assert all(map(is_output, ("output", "output[0]", "output.logits", "Encoder.output", "Encoder[1].output[0].x")))
     assert not any(map(is_output, ("layer.0.output", "layer.0.output.dense", "output_mask", "an_output", "outputs.0")))
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "place", "said"),
+    [
+        ("layers.*.q", None, 1, "layers.*.q"),
+        ("input", None, 1, "input"),
+        ("a@b", None, 1, "a@b"),
+        ("x@input", "input", 0, "the input x"),
+        ("layers.*.q@grad", "grad", 2, "the gradient of layers.*.q"),
+        ("q.weight@param_grad", "param_grad", 3, "the gradient of the weight q.weight"),
+        ("q.exp_avg@optimizer", "optimizer", 4, "the optimizer's q.exp_avg"),
+        ("q.weight@param", "param", 5, "the update of the weight q.weight"),
+        ("*@grad", "grad", 2, "the gradient of the model's members"),
+        ("*", None, 1, "*"),
+    ],
+)
+def test_a_group_is_named_and_blamed_by_its_kind(group: str, kind: str | None, place: int, said: str) -> None:
+    assert (kind_of_group(group), place_in_blame(group), described(group)) == (kind, place, said)
+
+
+@pytest.mark.parametrize(
+    ("tags", "data", "value"),
+    [
+        ({}, False, True),
+        ({"kind": "param"}, True, False),
+        ({"kind": "param", "updated": True}, False, False),
+        ({"kind": "optimizer"}, True, False),
+        ({"kind": "optimizer", "updated": True}, False, False),
+        ({"kind": "input"}, False, False),
+        ({"kind": "grad"}, False, False),
+        ({"kind": "other"}, False, True),
+        ({"recompute_status": "recompute"}, False, False),
+        ({"recompute_status": "original"}, False, True),
+    ],
+    ids=str,
+)
+def test_weights_and_settings_before_a_step_are_data_of_the_computation(
+    tags: dict[str, Any], data: bool, value: bool
+) -> None:
+    assert (is_data(tags), compile_filter(DATA).matches(tags), is_value(tags)) == (data, data, value)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([], ""),
+        (["norm", "head.q1"], ""),
+        (["layers.3.q"], " in layer 3"),
+        (["layers.3.experts.7.q", "layers.1.experts.0.q", "norm", "layers.2.q"], " in layers 1-3"),
+    ],
+)
+def test_taps_are_in_the_layers_that_their_first_numbers_count(names: list[str], said: str) -> None:
+    assert in_layers(names) == said
+
+
+def test_a_filter_of_single_taps_takes_their_names_literally() -> None:
+    text = filter_of([("a+b.3.q", None), ("a+b.3.q", "grad"), ("w", "param"), ("v", "param")], whole_groups=False)
+    assert text == (
+        r"(fullmatch('a\\+b\\.3\\.q', name) and kind not in ('input', 'grad', 'param_grad', 'optimizer', 'param')) or "
+        r"(fullmatch('a\\+b\\.3\\.q', name) and kind == 'grad') or (fullmatch('w|v', name) and kind == 'param')"
+    )

@@ -8,7 +8,16 @@ import pytest
 import torch
 from kit.tensors import DTYPES, bits, layouts
 
-from graftlab.base.tensor_bytes import DTYPE_NAMES, as_bytes, assembled, copyable, dtype_named, from_bytes, to_bytes
+from graftlab.base.tensor_bytes import (
+    DTYPE_NAMES,
+    as_bytes,
+    assembled,
+    copyable,
+    dtype_named,
+    from_bytes,
+    memory_of,
+    to_bytes,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -28,6 +37,41 @@ def test_lazy_views_and_tensors_with_gradients_become_bytes_of_their_values() ->
     assert to_bytes(value.conj()) == to_bytes(torch.tensor([1 - 2j, 3 + 4j]))
     assert to_bytes(value.conj().imag) == to_bytes(torch.tensor([-2.0, 4.0]))
     assert to_bytes(torch.ones(2, requires_grad=True)) == to_bytes(torch.ones(2))
+    bits_of = torch._neg_view(torch.tensor([1.0, -2.0]))
+    assert to_bytes(bits_of) == to_bytes(torch.tensor([-1.0, 2.0]))
+
+
+def test_views_share_their_memory_and_tensors_without_any_have_none() -> None:
+    whole = torch.arange(6.0)
+    assert memory_of(whole) == memory_of(whole[3:]) == memory_of(whole.view(2, 3).t()) == whole.data_ptr()
+    for without in (
+        torch.ones(0),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.eye(2).to_sparse_csr(),
+    ):
+        assert memory_of(without) is None
+    seen: list[int | None] = []
+    torch.func.vmap(lambda row: seen.append(memory_of(row)) or row)(torch.ones(2, 3))
+    assert seen == [None]
+
+
+def test_a_bytearray_becomes_the_tensors_memory_and_bytes_are_copied() -> None:
+    data = bytearray(8)
+    made = from_bytes(data, torch.float32, (2,))
+    copy = from_bytes(bytes(data), torch.float32, (2,))
+    data[:4] = b"\0\0\x80\x3f"
+    assert (made.tolist(), copy.tolist()) == ([1.0, 0.0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("offset", [0, 2, 8, 16])
+def test_one_piece_is_used_as_it_is_only_where_it_is_aligned(offset: int) -> None:
+    source = torch.zeros(64, dtype=torch.uint8)
+    start = -source.data_ptr() % 16
+    piece = memoryview(source.numpy())[start + offset : start + offset + 16]
+    made = assembled([piece], 16, torch.float64, (2,))
+    assert (made.data_ptr() == source.data_ptr() + start + offset) is (offset % 16 == 0)
+    assert made.data_ptr() % 16 == 0
 
 
 def test_a_copy_is_made_only_where_the_elements_do_not_lie_row_by_row() -> None:

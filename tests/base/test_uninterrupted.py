@@ -23,6 +23,12 @@ def test_the_result_or_the_exception_of_the_call_comes_back() -> None:
     with pytest.raises(ZeroDivisionError):
         uninterrupted("it is done", lambda: 1 // 0)
 
+    def exits() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match=exactly("3")):
+        uninterrupted("it is done", exits)
+
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -63,3 +69,14 @@ def test_a_script_imports_on_its_own_thread(slow: Any, monkeypatch: pytest.Monke
     slow.begun.set = lambda: made.append(threading.current_thread())
     import_module("slow_to_import")
     assert made == [threading.current_thread()]
+
+
+def test_another_thread_of_a_notebook_imports_by_itself(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    slow.go_on.set()
+    made: list[threading.Thread] = []
+    slow.begun.set = lambda: made.append(threading.current_thread())
+    other = threading.Thread(target=import_module, args=("slow_to_import",))
+    other.start()
+    other.join(DEADLINE)
+    assert made == [other]

@@ -39,7 +39,19 @@ def test_values_of_a_dict_arrive_exactly(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [(1 << 64) - 1, 1 << 64, -(1 << 63), -(1 << 63) - 1, 10**5000, -(10**5000), "\ud800", "a\udcffb", "", float("inf")],
+    [
+        1 << 63,
+        (1 << 64) - 1,
+        1 << 64,
+        -(1 << 63),
+        -(1 << 63) - 1,
+        10**5000,
+        -(10**5000),
+        "\ud800",
+        "a\udcffb",
+        "",
+        float("inf"),
+    ],
     ids=lambda value: f"{type(value).__name__}-{len(str(value)) if isinstance(value, str) else hash(value)}",
 )
 def test_values_that_msgpack_lacks_arrive_too(value: Any) -> None:

@@ -65,6 +65,33 @@ def test_kernel_and_fallback_agree_on_everything(scale: float, monkeypatch: pyte
         assert getattr(found, name) == (other if isinstance(other, tuple) else pytest.approx(other, rel=1e-12)), name
 
 
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        # Whole blocks without a finite pair, at either end and between others.
+        ([NAN, INF, 1.0, 2.0], [1.0, 2.0, 1.0, 3.0]),
+        ([1.0, 2.0, NAN, 1.0, 3.0], [2.0, 2.0, 1.0, -INF, 3.0]),
+        ([1.0, 2.0, INF, NAN], [1.5, 2.0, INF, NAN]),
+        # Nothing differs, and what is no pair comes first.
+        ([NAN, 1.0], [NAN, 1.0]),
+        ([INF, 0.0, 3.0], [-INF, 0.0, 3.0]),
+        ([INF, -INF, NAN, INF], [-INF, INF, INF, INF]),
+        ([0.0, 0.0, 0.0], [0.0, 1.0, 1.0]),
+        ([0.0, 2.0, 0.0], [0.0, 0.0, 0.0]),
+        ([-3.0, -3.0, -3.0], [3.0, 3.0, 3.0]),
+        ([1e16, 1e16, 1e16], [1e16, 1e16, 1e16]),
+        ([-1e200, 1e-3, 5.0], [1e-200, 1e-3, 5.0]),
+        ([-1.7e308, 1.0], [1.7e308, 1.0]),
+    ],
+)
+def test_blocks_are_combined_whatever_is_no_pair_in_them(
+    x: list[float], y: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "load", lambda: None)
+    monkeypatch.setattr(fallback, "CPU_BLOCK", 2)
+    assert_right(*(torch.tensor(each, dtype=torch.float64) for each in (x, y)))
+
+
 def test_failed_fused_kernel_falls_back_to_torch_and_logs_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

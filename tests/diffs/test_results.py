@@ -21,6 +21,7 @@ from graftlab.diffs.results import (
     NamedTensors,
     compare_named,
     compare_results,
+    distance,
     named_tensors,
     unit_of,
     values_of_other_shapes,
@@ -313,6 +314,83 @@ def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -
     # Zeros, or a number or two, are alike by chance.
     assert compare_results(torch.zeros(2, 8), torch.zeros(2, 5, 8)).reshaped
     assert compare_results(torch.ones(2, 2), torch.ones(2, 5, 2)).reshaped
+
+
+def test_of_positions_with_equal_values_the_last_is_meant_and_distances_are_from_the_baseline() -> None:
+    row = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+    whole = row.expand(2, 5, 8)
+    for one, other, rel_l2 in ((row * 1.05, whole, 0.05 / 1.05), ({"x": whole}, row * 1.05, 0.05)):
+        compared = compare_results(one, other)
+        assert [each.rel_l2 for each in compared.differences] == [pytest.approx(rel_l2, rel=1e-4)]
+        assert compared.lost == []
+
+
+def test_the_numbers_of_a_set_are_in_one_order() -> None:
+    assert named_tensors({8, 1, 16})[""].tolist() == [1, 16, 8]
+
+
+def test_state_that_is_written_in_other_shapes_is_left_to_calls_without_grafts() -> None:
+    one, other = ({"": torch.ones(2), written_path("k"): torch.ones(size)} for size in (2, 3))
+    assert compare_named(one, other)[1:] == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "matched", "said"),
+    [
+        ((2, 3), (2, 3), False, False),
+        ((2, 3), (3, 2), False, True),
+        ((2, 3), (3, 2), True, False),
+        ((2, 3), (2, 4), True, True),
+        ((2, 3), (2, 4), False, True),
+    ],
+)
+def test_matched_values_may_have_another_shape_of_as_many_numbers(
+    ours: tuple[int, ...], theirs: tuple[int, ...], matched: bool, said: bool
+) -> None:
+    found = values_of_other_shapes({"x": torch.ones(ours)}, {"x": torch.ones(theirs)}, matched=matched)
+    text = f"The returned value x has the shape {list(ours)} on the baseline and {list(theirs)} on the target."
+    assert found == ([text] if said else [])
+
+
+def test_single_numbers_of_other_names_are_no_pair() -> None:
+    one = {"x": torch.ones(3), "loss": torch.tensor(1.0)}
+    other = {"y": torch.ones(3), "accuracy": torch.tensor(0.5), "z": torch.ones(5)}
+    compared = compare_named(one, other)
+    assert [each.path for each in compared.differences] == ["x"]
+    assert compared.lost == ["only the baseline returns the result's loss"]
+
+
+def test_a_factor_explains_a_small_difference_only_if_little_of_that_is_left() -> None:
+    x, noise = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    found = compare_named(dict.fromkeys("ab", x), {"a": 1.01 * x, "b": 1.01 * x + 0.002 * noise}).differences
+    assert [each.factor for each in found] == [pytest.approx(1.01), None]
+
+
+def test_whole_numbers_of_other_dtypes_are_compared_by_their_values() -> None:
+    narrow, wide = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2])
+    assert [each.rel_l2 for each in compare_results(narrow, wide).differences] == [0.0]
+    huge = torch.tensor([2**60 + 1])
+    assert [each.rel_l2 for each in compare_results(huge, huge - 1).differences] == [2.0**-53]
+
+
+NAN_ALONE, ONES, TWOS = torch.tensor([math.nan]), torch.ones(2), torch.full((2,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "apart"),
+    [
+        ([[ONES]], [[TWOS]], 1.0),
+        ([[ONES]], [[ONES], [TWOS], [ONES]], 1.0),
+        ([[ONES], [TWOS]], [[ONES], [ONES]], 0.5),
+        ([[NAN_ALONE, ONES]], [[NAN_ALONE, TWOS]], 1.0),
+        ([[NAN_ALONE]], [[NAN_ALONE]], math.nan),
+        ([[ONES]], [[ONES, ONES]], math.inf),
+        ([[]], [[]], math.nan),
+        ([[ONES]], [[ONES[:1]]], math.inf),
+    ],
+)
+def test_the_distance_of_results_is_the_largest_of_all_ranks(expected: Any, found: Any, apart: float) -> None:
+    assert distance(expected, found) == pytest.approx(apart, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,20 @@ def test_histograms_of_constant_and_empty_pairs_have_bins() -> None:
     assert (empty.edges[0], empty.edges[-1], empty.pairs) == (-0.5, 0.5, 0)
 
 
+def test_values_that_are_not_finite_differ_unless_they_are_the_same() -> None:
+    x, y = torch.tensor([NAN, NAN, INF, -INF, 1.0, 2.0, INF]), torch.tensor([NAN, 1.0, INF, INF, NAN, 3.0, NAN])
+    found = distributions(x, y, bins=4)
+    assert (found.nonfinite_baseline, found.nonfinite_target, found.nonfinite_differ) == (5, 5, 4)
+    of_points = sample(x, y)
+    assert (of_points.nonfinite, of_points.nonfinite_differ) == (6, 4)
+
+
+def test_equal_differences_have_no_spread() -> None:
+    x = torch.zeros(3, dtype=torch.float64)
+    found = distributions(x, x + 0.1, bins=4)
+    assert (found.mean, found.std) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-8))
+
+
 def test_complex_values_count_by_magnitude_and_huge_values_in_the_last_bin() -> None:
     found = distributions(torch.tensor([3 + 4j, 1j]), torch.tensor([3 - 4j, 1j]), bins=4)
     assert (found.edges[0], found.edges[-1], found.below.sum(), found.above.sum()) == (1.0, 5.0, 0, 1)
@@ -112,6 +126,7 @@ def test_large_pair_keeps_the_worst_and_samples_the_rest_reproducibly() -> None:
     assert found.baseline[-5:].tolist() == x.flatten()[worst].tolist()
     assert 20 < len(found.baseline) <= 50
     assert found.baseline.tolist() == again.baseline.tolist()
+    assert len(sample(torch.arange(9000.0), torch.arange(9000.0) % 7, points=50).baseline) <= 50
     pairs = set(zip(x.flatten().tolist(), y.flatten().tolist(), strict=True))
     assert set(zip(found.baseline.tolist(), found.target.tolist(), strict=True)) <= pairs
 

@@ -33,6 +33,10 @@ def said(text: str, taps: list[dict[str, object]] = TAPS) -> str:
         ("phase == 'decoed'", "0 of 3 seen; did you mean 'decode'?"),
         ("phase == 'decode' or name == 'lgits'", "1 of 3 seen"),
         ("batch == 3", "0 of 3 seen; no tap has the tag 'batch'"),
+        (
+            "name in ('lgits', 'logts', 'loits', 'ogits')",
+            "0 of 3 seen; did you mean 'logits'?; did you mean 'logits'?; did you mean 'logits'?",
+        ),
         ("  ", "matches nothing"),
         ("# off", "0 of 3 seen"),
     ],
@@ -52,6 +56,7 @@ def test_before_any_tap_was_seen_nothing_is_counted() -> None:
 def test_taps_are_tested_up_to_the_limit() -> None:
     many = [tap("x", layer=number) for number in range(TAP_LIMIT + 5)]
     assert said("layer >= 0", many) == "10,000 of the first 10,000 of 10,005 seen"
+    assert said("layer >= 9_999", many[:TAP_LIMIT]) == "1 of 10,000 seen"
 
 
 def both(b2t: str, t2b: str) -> list[int]:

@@ -24,6 +24,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "this ( is never closed; write ) (at position 0)\n    (name == 'a'\n    ^",
     ),
     (
+        lambda: compile_filter("(layer in [1, 2"),
+        "this [ is never closed; write ] (at position 10)\n    (layer in [1, 2\n              ^",
+    ),
+    (
         lambda: compile_filter("name == 'a')"),
         "this ) closes nothing; delete it, or open it before (at position 11)\n    name == 'a')\n               ^",
     ),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kit.values import assert_values
 
 from graftlab.errors import FilterError, GraftError
-from graftlab.filters.expressions import HELPERS, MAX_LENGTH, Filter, compile_filter
+from graftlab.filters.expressions import HELPERS, MAX_DEPTH, MAX_LENGTH, Filter, compile_filter
 
 TAGS: dict[str, object] = {"name": "attn_out", "layer": 3, "step": 0, "side": "target", "scale": 0.5, "last": False}
 
@@ -92,12 +92,40 @@ def test_white_space_and_line_breaks_are_free(expression: str) -> None:
     assert compile_filter(expression).matches(TAGS)
 
 
+def test_a_filter_may_be_as_long_and_as_nested_as_the_limits() -> None:
+    longest = "layer == 3" + " " * (MAX_LENGTH - 10)
+    assert compile_filter(longest).matches(TAGS)
+    assert refusal(f"{longest} ").position == MAX_LENGTH
+    deepest = "(" * MAX_DEPTH + "layer == 3" + ")" * MAX_DEPTH
+    assert compile_filter(deepest).matches(TAGS)
+    assert refusal(f"({deepest})").position == MAX_DEPTH
+
+
 @pytest.mark.parametrize("operation", ["<", "<=", ">", ">="])
 @pytest.mark.parametrize("sides", [("absent", "3"), ("3", "absent"), ("absent", "absent"), ("absent", "other")])
 def test_ordering_against_an_absent_tag_is_false_and_its_negation_true(operation: str, sides: tuple[str, str]) -> None:
     expression = f"{sides[0]} {operation} {sides[1]}"
     assert not compile_filter(expression).matches({})
     assert compile_filter(f"not ({expression})").matches({})
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("recompute_status == 'original'", True),
+        ("recompute_status == 'disabled'", True),
+        ("'disabled' == recompute_status", True),
+        ("recompute_status != 'disabled'", False),
+        ("recompute_status != 'original'", False),
+        ("recompute_status != 'recompute'", True),
+        ("recompute_status in {'disabled', 'recompute'}", True),
+        ("recompute_status not in ('disabled', 'recompute')", False),
+        ("recompute_status == 3", False),
+        ("recompute_status != 3", True),
+    ],
+)
+def test_a_pass_that_is_not_repeated_is_original_and_disabled(expression: str, expected: bool) -> None:
+    assert compile_filter(expression).matches({"recompute_status": "original"}) is expected
 
 
 # What the page on filters says of a tag `absent`.

@@ -115,6 +115,18 @@ def test_filter_check_bounds_patterns_too() -> None:
     assert check_summary(other, taps).startswith("0 of 2 seen")
 
 
+@pytest.mark.parametrize(("pattern", "parts"), [("(abc){5000,}", "20,004"), ("(?:(ab){99}){99}", "30,000")])
+def test_a_pattern_that_grows_when_its_repeats_are_written_out_is_refused(pattern: str, parts: str) -> None:
+    with pytest.raises(
+        FilterError,
+        match=exactly(
+            f"the pattern {pattern} has {parts} parts when its repeats are written out, and takes too much memory; at "
+            "most 10,000 are allowed, so write it with fewer repeats inside repeats"
+        ),
+    ):
+        bounded(pattern, "search")
+
+
 def test_more_repeats_allow_re_only_shorter_texts() -> None:
     from graftlab.filters.patterns import _longest_for_re
 

@@ -358,6 +358,7 @@ def test_ranks_with_one_value_are_added_averaged_or_their_extremes_taken() -> No
         assert layout.local(whole, 1).tolist() == ([0, 0] if op == "sum" else values)
         assert layout.local(whole, 0).tolist() == values
     assert parts[0].tolist() == [1, -4]
+    assert Layout((Partial("tp", "avg"),)).on(3).join([*parts, torch.tensor([3.0, 8.0])]).whole.tolist() == [3, 2]
     with pytest.raises(
         LayoutError, match=exactly("partial(mesh='tp'): the partial results have different shapes, [[2], [3]]")
     ):

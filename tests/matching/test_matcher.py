@@ -20,6 +20,7 @@ from graftlab.errors import GraftError, LayoutError
 from graftlab.layouts import Layout, Scale, parse_layout
 from graftlab.matching import matcher, rounds
 from graftlab.matching.contradictions import first_taps, odd_layouts, other_roles
+from graftlab.matching.digests import Digest
 from graftlab.matching.matcher import match_taps
 from graftlab.matching.mistakes import (
     _changed_values,
@@ -199,6 +200,36 @@ def test_values_that_are_compared_are_not_dropped_to_fetch_the_other_ones(monkey
     assert [each.value is None for each in (*mine, *theirs)] == [False, True, False]
 
 
+def test_values_that_are_used_again_and_again_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, third = (tap(name, values(16, 16, seed=n), n) for n, name in enumerate("abc"))
+    monkeypatch.setattr(matcher, "FETCHED", 5 * 16 * 16 * 4 // 2)
+    memory = matcher._LastUsed()
+    memory.fetched = {id(each) for each in (one, other, third)}
+    for _ in range(5):
+        memory.keep(one)
+        memory.keep(other)
+    assert one.value is not None
+    assert other.value is not None
+    memory.keep(third)
+    # The one that was used longest ago.
+    assert [each.value is None for each in (one, other, third)] == [True, False, False]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_wholes_with_the_same_rows_the_namesake_is_chosen(order: int) -> None:
+    table = values(12, 8, seed=1)
+    names = ["encoder.embedding.weight", "decoder.embedding.weight"][::order]
+    baseline = [RecordedTap.of(name, table, digest=Digest.of(table)) for name in names]
+    rows = table[2:9].clone()
+    match = matcher.Matcher(
+        baseline, [RecordedTap.of("decoder.tokens.weight", rows, digest=Digest.of(rows))], None, None
+    )
+    match.match_rows()
+    assert [(pair.baseline, pair.layout.text) for pair in match.pairs] == [
+        ("decoder.embedding.weight", "part(index=1, of=[2, 7, 3], dim=0)")
+    ]
+
+
 def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
     recorder = SketchRecorder({"a": "Linear"}, budget=24)
     value = torch.arange(4.0)
@@ -305,6 +336,56 @@ def test_a_rule_needs_two_layers_and_reports_the_distance(shift: int) -> None:
     alone = match_taps(*layered(2, wrong=[1], shift=shift), guesses=False)
     assert [pair.target for pair in alone.pairs] == ["layers.0.ffn"]
     assert alone.unmatched_target == {"layers.1.ffn": "no baseline tap has its values"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "layout", "sureness", "rel", "note"),
+    [
+        (torch.ones(3), torch.ones(3), "same", "near", 0.0, "; all its values are equal, so they prove nothing"),
+        (
+            torch.ones(3),
+            torch.full((3,), 2.0),
+            "same",
+            "near",
+            1.0,
+            ", where the values match; here the values differ by rel_l2 1",
+        ),
+        (
+            values(2, 3, seed=1),
+            values(4, 3, seed=1),
+            "a b -> b a",
+            "near",
+            None,
+            "; its values could not be compared in that layout",
+        ),
+        (
+            values(2, 3, seed=1),
+            3 * values(2, 3, seed=1),
+            "same",
+            "near",
+            2.0,
+            ", where the values match; here the values differ by rel_l2 2",
+        ),
+        (
+            values(2, 3, seed=1),
+            3 * values(2, 3, seed=1),
+            "same",
+            "rule",
+            2.0,
+            ", where grafts confirmed it; here the values differ by rel_l2 2",
+        ),
+        (values(2, 3, seed=1), 1.0005 * values(2, 3, seed=1), "same", "near", 0.0005, ""),
+    ],
+)
+def test_a_pair_by_rule_has_the_layout_of_the_others_and_says_how_its_values_differ(
+    ours: Tensor, theirs: Tensor, layout: str, sureness: Any, rel: float | None, note: str
+) -> None:
+    example = Pair("h.0.x", "l.0.y", parse_layout(layout), "baseline", sureness)
+    match = matcher.Matcher([one := tap("h.5.x", ours, 0)], [other := tap("l.5.y", theirs, 0)], None, None)
+    found = match.by_rule(example, 2, one, other)
+    assert (found.baseline, found.target, found.layout.text, found.whole) == ("h.5.x", "l.5.y", layout, "baseline")
+    assert (found.sureness, found.note) == ("rule", f"as in 2 other layers{note}")
+    assert found.rel == (None if rel is None else pytest.approx(rel, rel=1e-3))
 
 
 def test_a_rule_follows_the_right_number_of_several() -> None:
@@ -519,6 +600,9 @@ def test_a_fused_tap_that_is_covered_in_part_is_a_problem() -> None:
     assert whole.problems == ()
     (problem,) = match_taps(baseline, [tap("fused", torch.cat([q, k, values(4, 8, seed=9)], 1), 0)]).problems
     assert problem == "fused is compared only in part: it contains h.q, h.k; no baseline tap has the other 33%"
+    # A name says that there are further parts, although one alone is known.
+    (problem,) = match_taps(baseline[:1], [tap("qkv", torch.cat([q, values(4, 16, seed=9)], 1), 0)]).problems
+    assert problem == "qkv is compared only in part: it contains h.q; no baseline tap has the other 67%"
     # The last token of a sequence is no fused tensor.
     assert match_taps([tap("last", q[3:].clone(), 0)], [tap("all", q, 0)]).problems == ()
 

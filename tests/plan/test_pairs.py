@@ -247,7 +247,8 @@ def test_pairs_travel_and_are_equal_at_the_other_end() -> None:
         ([("a",)], "a pair is"),
         ([("a", 3)], "a pair is"),
         ([("a", "b", "part(")], "'a' and 'b'"),
-        ([("", "b")], "must be a name"),
+        ([("", "b")], exactly("pairs: the baseline's tap must be a name, not ''")),
+        ([{"baseline": "a", "target": 3}], exactly("pairs: the target's tap must be a name, not 3")),
         (
             [{"baseline": "a", "target": "b", "whole": "received"}],
             "not 'received'",
@@ -257,6 +258,40 @@ def test_pairs_travel_and_are_equal_at_the_other_end() -> None:
 def test_pairs_that_are_none_are_refused(pairs: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         GraftPlan(pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("written", "reached"),
+    [
+        ("q[step=2, layer=1]#0", "q[layer=1,step=2]#0"),
+        ("q[step=2, layer=1]#3", "q[layer=1,step=2]#3"),
+        ("q[layer={n}, t=*]", "q[layer={n},t=*]"),
+        ("q[ phase = decode ]", "q[phase=decode]"),
+        ("q[layer=None]", "q[layer=None]"),
+        ("q[tp_rank=1, layer=0]", "q[tp_rank=1, layer=0]"),
+        ("q#1", "q#1"),
+        ("q[0]", "q[0]"),
+    ],
+)
+def test_a_pair_names_a_call_as_it_is_reached(written: str, reached: str) -> None:
+    rule = PairRule(written, written)
+    assert (rule.baseline, rule.target) == (reached, reached)
+
+
+@pytest.mark.parametrize(
+    ("layout", "moves", "is_part"),
+    [
+        ("same", False, False),
+        ("a b -> b a", False, False),
+        ("rows(of='ids', into='tokens')", True, True),
+        ("gather(of=[2], runs=[[1, 1], [0, 1]], into=[2])", True, False),
+        ("gather(of=[3], runs=[[1, 1], [0, 1]], into=[2])", True, True),
+        (THIRD.format(2), False, True),
+    ],
+)
+def test_a_rule_knows_what_its_layout_does_to_rows(layout: str, moves: bool, is_part: bool) -> None:
+    rule = PairRule("a", "b", layout)
+    assert (rule.moves_rows, rule.is_part) == (moves, is_part)
 
 
 def test_rule_shows_its_parsed_layout() -> None:

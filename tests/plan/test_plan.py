@@ -364,6 +364,8 @@ def test_transform_that_applies_nowhere_warns() -> None:
     with pytest.warns(GraftWarning, match="applied nowhere") as warned:
         GraftPlan(b2t="True", transform="torch.clone").edit(b2t=None)
     assert [each.filename for each in warned] == [__file__], "the line of the edit, not of a library"
+    with pytest.warns(GraftWarning, match="applied nowhere"):
+        GraftPlan(transform=[("layer == 3", "torch.clone"), "torch.clone"])
     GraftPlan(t2b="layer == 3", transform="torch.clone")
     GraftPlan(transform=("layer == 3", "torch.clone"))
 

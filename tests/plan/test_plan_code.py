@@ -157,5 +157,8 @@ def test_a_change_names_each_part_with_both_values() -> None:
     blank = before.edit(b2t="  ")
     assert PlanChange(after, blank.edit(transform=after.transform, rename=after.rename, pairs=after.pairs)).parts == ()
     assert PlanChange(blank, blank.edit(b2t=" layer < 3\n")).text == "b2t: nothing -> layer < 3"
+    longest, longer = "layer == 1 or layer == 22222 or " * 2 + "layer == 3 or layer == 4", "layer == 3 or " * 9 + "True"
+    assert PlanChange(blank, blank.edit(b2t=longest[:80])).text == f"b2t: nothing -> {longest[:80]}"
+    assert PlanChange(blank, blank.edit(b2t=longer)).text == f"b2t: nothing -> {longer[:39]}…{longer[-40:]}"
     rich = PlanChange(blank, before.edit(b2t="layer < 3"))._repr_mimebundle_()["text/html"]
     assert rich == "<b>plan 1</b>: b2t: nothing -&gt; layer &lt; 3"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -59,14 +61,19 @@ class Notebook:
         wake, self.wake = socket.socketpair()
         self.channel = SocketChannel(ours)
         self.offered: list[GraftPlan] = []
+        self.waiting_at_offers: list[int] = []
         self.interrupted: list[int] = []
         self.ended = threading.Event()
         self.kept = KeptPairs()
         self.numbers = 0
-        grafter: Any = SimpleNamespace(offer_plan=self.offered.append)
+        grafter: Any = SimpleNamespace(offer_plan=self._offer)
         line = ControlConnection(SocketChannel(theirs), wake)
         self.control = ControlThread(line, grafter, self.kept, self.interrupted.append, self.ended.set)
         self.control.open()
+
+    def _offer(self, plan: GraftPlan) -> None:
+        self.offered.append(plan)
+        self.waiting_at_offers.append(self.control.tasks.qsize())
 
     def send(self, message: Any) -> None:
         self.channel.send(pack(message))
@@ -104,7 +111,8 @@ def test_plans_are_offered_and_tasks_wait_in_order_for_the_main_thread(notebook:
     notebook.send(PlanUpdate(to_wire(PLAN)))
     notebook.send(request)
     assert notebook.ask(AskKeptTags(False)) == KeptTags([])
-    assert notebook.offered == [PLAN]
+    # The main thread finds the plan once it takes the task.
+    assert (notebook.offered, notebook.waiting_at_offers) == ([PLAN], [0])
     tasks = [notebook.control.tasks.get_nowait() for _ in range(2)]
     assert tasks == [PlanUpdate(to_wire(PLAN)), request]
 
@@ -199,6 +207,30 @@ def test_a_refusal_has_graftlabs_own_words_or_the_kind_of_the_error(
 def test_the_end_of_the_notebook_is_reported_once(notebook: Notebook) -> None:
     notebook.channel.close()
     assert notebook.ended.wait(DEADLINE)
+
+
+def test_an_unexpected_error_is_given_to_its_handler_or_ends_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    error = KeyError("x")
+    for fails, expected in (([], []), (None, ["ended"])):
+        ours, theirs = socket.socketpair()
+        ended: list[str] = []
+        control = ControlThread(
+            ControlConnection(SocketChannel(theirs), theirs),
+            Mock(),
+            KeptPairs(),
+            Mock(),
+            partial(ended.append, "ended"),
+            fail=None if fails is None else fails.append,
+        )
+        control.on(Shutdown, Mock(side_effect=error))
+        with caplog.at_level(logging.CRITICAL, "graftlab"), ours, theirs:
+            caplog.clear()
+            SocketChannel(ours).send(pack(Shutdown()))
+            control._serve_or_fail()
+        assert ended == expected
+        assert fails in (None, [error])
+        assert ("the control thread failed" in caplog.text) == (fails is None)
+        os.close(control.stop)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,12 @@ def test_a_value_is_sent_in_all_its_forms_though_one_of_them_raises() -> None:
         def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, str], dict[str, str]]:
             return {"text/html": "<b>it</b>"}, {}
 
+        def _repr_html_(self) -> str:
+            return "another"
+
+        def _repr_latex_(self) -> tuple[str, dict[str, str]]:
+            return "$x$", {}
+
         def _repr_markdown_(self) -> str:
             raise ValueError("no")
 
@@ -41,7 +47,8 @@ def test_a_value_is_sent_in_all_its_forms_though_one_of_them_raises() -> None:
 
     made = bundle_of(Rich())
     assert made["text/html"] == "<b>it</b>"
-    assert "text/markdown" not in made
+    assert {*made} == {"text/plain", "text/html", "text/latex"}
+    assert made["text/latex"] == "$x$"
     assert "whose repr raises ValueError" in made["text/plain"]
     assert set(bundle_of(pd.DataFrame)) == {"text/plain"}, "a class is not its instance"
 
@@ -54,6 +61,9 @@ def test_displays_too_large_or_too_many_are_replaced_by_a_notice(
     show = Displays(sent.append)
     show.publish({"text/plain": "big", "text/html": "x" * (5 << 20)})
     assert sent[0]["text/plain"].startswith("big\n[its display has 5 MiB")
+    # All forms count.
+    show.publish({"text/plain": "both", "text/html": "x" * (3 << 20), "image/png": b"x" * (2 << 20)})
+    assert sent[1] == {"text/plain": "both\n[its display has 5 MiB, too much to send to the notebook]"}
     for number in range(100):
         show(number)
     assert len(sent) == 21

@@ -106,6 +106,22 @@ def test_a_later_call_in_float32_reads_what_the_earlier_one_has_left() -> None:
     assert not torch.equal(cache.float(), expected)
 
 
+def test_a_look_at_numbers_that_were_moved_shows_no_state() -> None:
+    state, cache = Float32State(), torch.full((4,), 1.01).bfloat16()
+
+    def call() -> torch.Tensor:
+        cache.mul_(cache)
+        return cache.clone()
+
+    held = HeldCall(call, {}, {"cache": cache}, WatchChoice(), name="Net", float32=state)
+    assert held.widen({}, {}, rounded_otherwise=["cache"]) is None
+    held.end()
+    call()
+    held.confirm_state()
+    held = HeldCall(call, {}, {"cache": cache}, WatchChoice(), name="Net", float32=state)
+    assert held.known_state().in_float32 == frozenset()
+
+
 def test_an_empty_cache_that_a_script_makes_anew_for_each_call_is_as_before_any() -> None:
     state = Float32State()
     for value, same in ((0.0, True), (0.0, True), (1.0, False)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from graftlab.errors import SessionError
 from graftlab.ranks import held_functions, holding
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_call import HeldCall, WatchChoice
-from graftlab.ranks.held_functions import define_call, hold_callee, load_and_hold
+from graftlab.ranks.held_functions import FunctionInFile, define_call, hold_callee, load_and_hold
 from graftlab.ranks.held_update import HeldUpdate
 from graftlab.ranks.holding import drop_call
 from graftlab.taps import calls
@@ -226,6 +228,64 @@ def test_an_interrupted_call_leaves_the_state_of_its_models() -> None:
 
 def test_a_function_without_arguments_needs_no_inputs() -> None:
     assert torch.equal(held(lambda: lambda: 2 * X, None).plain[""], 2 * X)
+    assert torch.equal(held(lambda: lambda *args, **kwargs: 2 * X, None).plain[""], 2 * X)
+    with pytest.raises(SessionError, match="first, last; give inputs"):
+        held(lambda first, second=2, *more, last, **others: X, None)
+
+
+class HasKeys:
+    """Named arguments of a class that is no mapping, as a tokenizer gives them."""
+
+    def keys(self) -> Any:
+        return iter(["x"])
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return {"x": X}[key]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (None, ((), {})),
+        (X, ((X,), {})),
+        ((X, 2), ((X, 2), {})),
+        ([X, 2], ((X, 2), {})),
+        ({"x": X, "y": None}, ((), {"x": X, "y": None})),
+        (HasKeys(), ((), {"x": X})),
+        (lambda: [X], ((X,), {})),
+        ("text", (("text",), {})),
+    ],
+)
+def test_inputs_stand_for_arguments(inputs: Any, expected: Any) -> None:
+    assert held_functions.arguments_of(inputs) == expected
+
+
+def test_a_function_is_imported_from_its_file_before_any_other_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, result in (("first", 1), ("second", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "held_example.py").write_text(f"class Kind:\n    def make():\n        return {result}\n")
+    sys.path.append(str(tmp_path / "first"))
+    function = FunctionInFile(str(tmp_path / "second" / "held_example.py"), "Kind.make")
+    try:
+        assert (function(), function()) == (2, 2)
+        assert sys.path.count(str(tmp_path / "second")) == 1
+        with pytest.raises(SessionError, match=r"^compare: .*/second/held_example.py has no 'Kind.other'$"):
+            FunctionInFile(function.path, "Kind.other").find()
+        with pytest.raises(SessionError, match=r"^compare: the name of .*/first/held_example.py is that of another"):
+            FunctionInFile(str(tmp_path / "first" / "held_example.py"), "Kind.make").find()
+    finally:
+        sys.modules.pop("held_example", None)
+
+
+def test_models_that_a_held_call_calls_are_brought_back_with_it() -> None:
+    model = Counts()
+    hold_callee(lambda: gl.tap("mine", model(X)), (), {}, WatchChoice())
+    holding.repeat_call()
+    drop_call()
+    assert model.calls.item() == 0
 
 
 def test_a_call_that_raises_is_described_by_its_exception() -> None:

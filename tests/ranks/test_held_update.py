@@ -20,10 +20,12 @@ class Taps:
 
     def __init__(self, grafts: Mapping[tuple[str, str], float] | None = None) -> None:
         self.shown: list[tuple[str, str]] = []
+        self.tags: list[Mapping[str, Any]] = []
         self._grafts = grafts or {}
 
     def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
         self.shown.append((name, tags["kind"]))
+        self.tags.append(tags)
         if (filled := self._grafts.get((name, tags["kind"]))) is not None:
             with torch.no_grad():
                 value.fill_(filled)
@@ -144,6 +146,8 @@ def test_gradients_with_the_factor_of_a_scaler_are_shown_without_it(model: nn.Li
         held.show_inputs()
     assert shown["bias param_grad"] == 1.5
     assert shown["weight param_grad"] == 1.5
+    held = HeldUpdate(lambda: None, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1)
+    assert held.describe().gradients["bias"].values.tolist() == [1.5]
 
 
 def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() -> None:
@@ -167,6 +171,57 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     assert (found.not_repeated, found.has_closure, found.scale) == (False, False, 1.0)
     watch.begin_step()
     assert (watch.accumulated, watch.of_results) == ({}, {})
+    assert (set(found.of_results), len(found.accumulated)) == ({"out"}, 4)
+
+
+def test_losses_are_numbers_from_which_passes_of_the_script_begin() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    before, watch = torch.autograd.backward, GradientWatch()
+    watch.install()
+    try:
+        for factor in (2.0, 3.0):
+            (weight * factor).sum().backward()
+        (weight * 5).sum().backward(torch.tensor(2.0))
+        torch.autograd.backward((weight * 5).sum(), grad_tensors=torch.tensor(1.0))
+        torch.autograd.backward([weight.sum(), weight.sum()])
+        watch.is_paused = True
+        weight.sum().backward()
+        assert watch.losses == [4.0, 6.0]
+        found = update_of(nn.ParameterList([weight]), torch.optim.SGD([weight], 0.1), watch).describe()
+        watch.begin_step()
+        assert (found.losses, watch.losses) == ((4.0, 6.0), [])
+    finally:
+        watch.remove()
+    assert torch.autograd.backward is before
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [23.0, 23.0]
+
+
+def test_a_watch_that_other_code_has_wrapped_passes_on_and_notes_no_further_loss() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    before, watch = torch.autograd.backward, GradientWatch()
+    watch.install()
+    inner = torch.autograd.backward
+    try:
+        other = torch.autograd.backward = lambda *args, **kwargs: inner(*args, **kwargs)
+        watch.remove()
+        assert torch.autograd.backward is other
+        weight.sum().backward()
+    finally:
+        torch.autograd.backward = before
+    assert (watch.losses, weight.grad) == ([], torch.ones(1))
+
+
+def test_weights_are_watched_once_however_often_a_model_is_called() -> None:
+    model, watch = nn.Linear(1, 1), GradientWatch()
+    model.bias.requires_grad_(False)
+    for _ in range(3):
+        watch.add_weights(model)
+    assert len(model.weight._post_accumulate_grad_hooks) == 1  # type: ignore[attr-defined]
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+    assert watch.accumulated[id(model.weight)].values.tolist() == [2.0]
+    assert len(watch.accumulated) == 1
 
 
 def test_weights_of_another_optimizer_are_neither_frozen_nor_tapped(model: nn.Linear) -> None:
@@ -184,7 +239,14 @@ def test_weights_of_another_optimizer_are_neither_frozen_nor_tapped(model: nn.Li
     with handled_by(taps):
         held.show_unchanged()
     assert (taps.shown, model.weight.tolist()) == ([("weight", "param")], before)
+    assert taps.tags[-1] == {"kind": "param", "updated": True}
     held.end()
+    model.bias.grad = None
+    assert held.describe().without_gradient == ()
+    model.bias.requires_grad_(False)
+    found = held.describe()
+    assert (found.frozen, found.elsewhere) == (("bias",), ())
+    model.bias.requires_grad_(True)
     del other.param_groups[0]["params"][:]
     found = held.describe()
     assert (found.frozen, found.elsewhere) == (("bias",), ())
@@ -267,6 +329,14 @@ def test_a_sample_has_both_ends_of_a_large_tensor_and_the_norm_of_the_whole() ->
     assert TensorSample.of(torch.empty(0)).values.tolist() == []
     small = TensorSample.of(torch.tensor([3.0, 4.0]))
     assert (small.values.tolist(), small.norm) == ([3.0, 4.0], 5.0)
+    pair = TensorSample.of(torch.tensor([3 + 4j]))
+    assert (pair.values.tolist(), pair.norm, pair.shape, pair.dtype) == ([3.0, 4.0], 5.0, (1,), "complex64")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 1000, 4095, 4096])
+def test_a_sample_of_a_small_tensor_is_all_of_it(count: int) -> None:
+    sample = TensorSample.of(torch.arange(float(count)))
+    assert sample.values.tolist() == sample.places.tolist() == [*range(count)]
 
 
 def test_a_step_that_depends_on_more_than_it_is_given_does_not_repeat() -> None:
@@ -281,6 +351,16 @@ def test_a_step_that_depends_on_more_than_it_is_given_does_not_repeat() -> None:
 
     held = HeldUpdate(step, optimizer, {"Net": model}, GradientWatch(), {}, number=1, calls=1)
     assert held.describe().not_repeated
+
+
+def test_the_scale_of_losses_is_that_of_the_one_scaler_in_use(model: nn.Linear) -> None:
+    held = update_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled) for enabled in (True, False)]
+    assert held.describe().scale == 8.0
+    scalers.append(torch.amp.GradScaler("cpu", init_scale=4.0))
+    assert held.describe().scale == 1.0
+    del scalers[0]
+    assert held.describe().scale == 4.0
 
 
 def test_sparse_gradients_are_left_out_of_the_description() -> None:

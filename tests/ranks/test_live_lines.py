@@ -90,6 +90,18 @@ def test_an_overwritten_line_shows_its_latest_text() -> None:
     assert lines.text == "redd5"[:3] + "45"
     lines.write("\n\rbelow\x1b[A\rabove")
     assert lines.text == "above\nbelow"
+    # There is no line above the first.
+    lines.write("\x1b[A\x1b[A\x1b[A\rfirst")
+    assert lines.text == "first\nbelow"
+
+
+def test_a_bar_begins_behind_what_its_line_has_already(shown: Shown) -> None:
+    shown.stream.write("loading 1%")
+    shown.stream.write("\rL")
+    assert shown.live == ["Loading 1%"]
+    shown.stream.flush_lines()
+    assert shown.text == "Loading 1%\n"
+    assert shown.log.getvalue() == "loading 1%\rL"
 
 
 def test_windows_line_ends_are_not_taken_for_bars(shown: Shown) -> None:

@@ -344,3 +344,14 @@ def test_the_first_step_under_a_plan_is_recorded_under_the_names_in_pairs() -> N
     assert record.value_held("x") is None
     record.handler_at(7)
     assert record.found is found
+
+
+def test_a_step_of_a_job_is_recorded_whatever_its_number() -> None:
+    """A job may have called gl.step() since the plan came."""
+    record = StepRecord([], PLENTY, PLENTY, lambda name, value, *rest: value)
+    handler = record.handler_at(5)
+    gl.step()
+    handler.tap("x", X, None, {})
+    record.handler_at(6)
+    found: Any = record.found
+    assert (values(found), found.notes) == ({"x": X.tolist()}, [])

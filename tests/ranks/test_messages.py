@@ -213,6 +213,14 @@ def test_a_row_arrives_as_its_line_and_only_in_the_notebook() -> None:
 
 
 @pytest.mark.parametrize("unpack", [unpack_to_rank, unpack_from_rank])
+@pytest.mark.parametrize("kind", [b"x", b"M", b""])
+def test_only_frames_of_known_kinds_are_messages(kind: bytes, unpack: Any) -> None:
+    frame = kind + pack(Shutdown())[1:]
+    with pytest.raises(MessageError, match=exactly(f"a frame that begins with {frame[:1]!r} is not a message")):
+        unpack(frame)
+
+
+@pytest.mark.parametrize("unpack", [unpack_to_rank, unpack_from_rank])
 def test_an_unknown_message_is_refused_by_name(unpack: Any) -> None:
     class Promotion(messages.Message, frozen=True):
         rank: int
@@ -231,6 +239,10 @@ def test_an_unknown_message_is_refused_by_name(unpack: Any) -> None:
         ({"type": "Reply", "number": 1, "answer": {"type": "Hello", "pid": 3}}, "Invalid value 'Hello'"),
         (
             {"type": "Reply", "number": 1, "answer": {"type": "KeptTags", "tags": [{"a": {}}]}},
+            "tag 'a' has a value that is not plain",
+        ),
+        (
+            {"type": "Reply", "number": 1, "answer": {"type": "KeptTags", "tags": [], "missing": [{"a": {}}]}},
             "tag 'a' has a value that is not plain",
         ),
     ],

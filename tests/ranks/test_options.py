@@ -12,6 +12,7 @@ import pytest
 
 import graftlab as gl
 from graftlab.base import limits
+from graftlab.base.world import MAX_RANKS
 from graftlab.errors import LaunchError
 from graftlab.magics.subcommands import COMMANDS
 from graftlab.ranks import launcher
@@ -50,7 +51,7 @@ def test_numbers_of_ranks_rows_and_bytes_are_checked() -> None:
     for given, said in (
         ({"baseline": 0}, "baseline=0: each side needs"),
         ({"target": 1.5}, "target=1.5: each side needs"),
-        ({"baseline": 10_000}, "a graft world has at most"),
+        ({"baseline": MAX_RANKS}, f"baseline={MAX_RANKS}, target=1: a graft world has at most {MAX_RANKS} ranks, both"),
         ({"start_method": "fork"}, "start_method='fork'"),
         ({"buffer_budget": -1}, "buffer_budget=-1: give whole bytes"),
         ({"keep_budget": 1.5}, "keep_budget=1.5: give whole bytes"),
@@ -59,6 +60,9 @@ def test_numbers_of_ranks_rows_and_bytes_are_checked() -> None:
     ):
         with pytest.raises(LaunchError, match=said):
             LaunchOptions(**{"baseline": 1, "target": 1, **given})  # type: ignore[arg-type]
+    assert LaunchOptions(1, MAX_RANKS - 1).target == MAX_RANKS - 1
+    assert LaunchOptions(1, 1, timeout=7.0).tap_limit == 3.5
+    assert LaunchOptions(1, 1, timeout=7.0, tap_timeout=9.0).tap_limit == 9.0
     assert LaunchOptions(1, 1, buffer_budget=0, keep_budget=0, keep_rows=0).tap_limit == LaunchOptions(1, 1).tap_limit
 
 

@@ -14,7 +14,7 @@ from kit.refusals import exactly
 
 from graftlab.errors import SessionError
 from graftlab.plan.plan import GraftPlan
-from graftlab.ranks import trial_process
+from graftlab.ranks import rank_process, trial_process
 from graftlab.ranks.trial_process import try_in_process
 
 
@@ -37,6 +37,49 @@ def test_a_release_removes_the_files_of_shared_cuda_memory_of_that_process_alone
     finally:
         own.unlink(missing_ok=True)
         others.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "killed by SIGKILL"),
+        (-15, "killed by SIGTERM"),
+        (-1000, "ended with exit code -1000"),
+        (None, "closed its connection"),
+        (255, "ended, by a signal or with exit code 255: the forkserver, which had the exact status, is gone"),
+    ],
+)
+def test_how_a_rank_ended_is_in_words_also_once_it_is_released(code: int | None, said: str, tmp_path: Path) -> None:
+    with talking_ranks(tmp_path, 1, 1) as (talking, other):
+        talking.process.exitcode = other.process.exitcode = code
+        assert talking.rank.how_it_ended() == said
+        talking.rank.release()
+        assert talking.rank.how_it_ended() == said
+        other.rank.end("restarted by the notebook")
+        assert other.rank.how_it_ended() == "restarted by the notebook"
+
+
+def test_a_signal_to_a_rank_that_has_just_ended_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals: list[tuple[int, int]] = []
+
+    def kill(pid: int, number: int) -> None:
+        signals.append((pid, number))
+        if len(signals) == 2:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(rank_process.os, "kill", kill)
+    with talking_ranks(tmp_path, 1, 1) as (talking, *_):
+        rank: Any = talking.rank
+        del rank.signal  # that of the stand-in
+        rank.pid, rank.alive = 7, True
+        rank.signal(2)
+        rank.signal(15)
+        rank.alive = False
+        rank.signal(2)
+        rank.pid = None
+    assert signals == [(7, 2), (7, 15)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -15,10 +16,12 @@ import torch
 from kit.grafters import become_rank
 from torch import Tensor, nn
 
-from graftlab.diffs.results import NamedTensors
+import graftlab as gl
+from graftlab.diffs.results import NamedTensors, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call, holding
+from graftlab.ranks.autocast import no_autocast
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice, arguments_by_name
@@ -153,6 +156,22 @@ def test_a_description_keeps_its_numbers_when_the_next_call_overwrites_them() ->
     assert not of(lambda: model(x), model).describe().plain[""].requires_grad
 
 
+class TapsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(gl.tap("own", self.first(x)))
+        return made
+
+
+def test_taps_of_the_models_own_code_are_among_the_others_in_their_order() -> None:
+    model = TapsItself()
+    described = of(lambda: model(torch.ones(2)), model, WatchChoice(params=False), x=torch.ones(2)).describe()
+    assert described.taps == ("input.x", "first", "own", "last", "output")
+
+
 def test_a_call_is_described_with_the_weights_that_need_gradients() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False)).requires_grad_()
     model[0].bias.requires_grad_(False)
@@ -199,6 +218,61 @@ def test_weights_of_inference_mode_count_no_writes() -> None:
     assert described.not_repeated == ()
 
 
+def test_a_call_that_changes_weights_is_described_as_such() -> None:
+    model, writes = net(), [False]
+
+    def call() -> Tensor:
+        if writes[0]:
+            with torch.no_grad():
+                model[2].bias.add_(1)
+        result: Tensor = model(torch.ones(2))
+        return result
+
+    assert not of(call, model).describe().writes_weights
+    writes[0] = True
+    assert of(call, model).describe().writes_weights
+
+
+def test_gradients_of_the_script_stay_when_a_call_is_narrow_again() -> None:
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    before = {weight: (weight.grad, weight.grad.clone()) for weight in model.parameters()}
+    held = of(lambda: model(x), model, x=x)
+    assert held.widen({}, {}) is None
+    held()
+    held.narrow()
+    for weight, (gradient, values) in before.items():
+        assert weight.grad is gradient
+        assert torch.equal(gradient, values)
+
+
+def test_what_the_script_computed_before_a_call_has_its_graph_after_repeated_backward_passes() -> None:
+    model = net()
+    scaled = model[0].weight.exp()
+    held = of(lambda: torch.ones(2) @ scaled.T, model)
+    assert held.try_backward() is None
+    for _ in range(2):
+        held()
+    held.end()
+    scaled.sum().backward()
+    assert torch.equal(model[0].weight.grad, scaled)
+
+
+class Trial(contextlib.nullcontext[None]):
+    """A trial in which another rank fails."""
+
+    def end(self, reason: str | None) -> str:
+        return reason or "rank 1 failed: x"
+
+
+def test_a_call_is_narrow_again_where_another_rank_cannot_widen_its_own() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16)
+    held = HeldCall(lambda: x * 2, {}, {"x": x}, WatchChoice())
+    trial: Any = Trial()
+    assert held.widen({}, {}, trial) == "rank 1 failed: x"
+    assert x.dtype == held()[""].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("kind", [ValueError, ZeroDivisionError])
 def test_a_call_that_raises_is_described_with_the_taps_before_it_on_request(kind: type[Exception]) -> None:
     model = net()
@@ -225,8 +299,10 @@ def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:
     most = 1 << 16
     ids = torch.arange(most)
     given = {"ids": ids, "many": torch.arange(most + 1), "x": torch.ones(2), "mask": torch.ones(2, dtype=torch.bool)}
-    numbers = of(lambda: model(torch.ones(2)), model, **given).describe().whole_numbers
+    described = of(lambda: model(torch.ones(2)), model, **given).describe()
+    numbers = described.whole_numbers
     assert len(numbers) == 1
+    assert described.untapped_numbers == ()
     ((_, found),) = numbers.items()
     ids.fill_(0)
     assert torch.equal(found, torch.arange(most))
@@ -234,6 +310,15 @@ def test_only_small_whole_numbers_among_the_arguments_are_described() -> None:
     counter = torch.zeros(1, dtype=torch.int64)
     counting = of(lambda: model(torch.ones(2)) + counter.add_(1), model, counter=counter).describe()
     assert [each.tolist() for each in counting.whole_numbers.values()] == [[0]]
+    # A tap shows neither a number nor what an object has.
+    hidden = of(lambda: torch.ones(1), model, ids=torch.arange(2), count=3, of=SimpleNamespace(tokens=torch.arange(3)))
+    described = hidden.describe()
+    assert {path: each.tolist() for path, each in described.whole_numbers.items()} == {
+        "['ids']": [0, 1],
+        "['count']": 3,
+        "['of'].tokens": [0, 1, 2],
+    }
+    assert described.untapped_numbers == ("['count']", "['of'].tokens")
 
 
 def test_a_call_of_several_models_is_named_by_their_classes_once() -> None:
@@ -270,6 +355,19 @@ def test_without_weights_that_need_gradients_no_backward_pass_is_repeated() -> N
     assert held().keys() == tapped().keys() == {""}
 
 
+class Gradients(CountingHandler):
+    """Keeps the gradients of weights that are tapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, list[list[float]]] = {}
+
+    def tap(self, name: str, value: Any, extras: Any, tags: Mapping[str, Any], replace: bool = False) -> Any:
+        if tags.get("kind") == "param_grad":
+            self.of.setdefault(name, []).append(value.tolist())
+        return value
+
+
 def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one() -> None:
     model = net()
     model[0].bias.requires_grad_(False)
@@ -280,6 +378,18 @@ def test_gradients_of_weights_come_last_first_and_of_those_alone_that_have_one()
     of_weights = [name for name, kind in taps_of(held) if kind == "param_grad"]
     assert of_weights == ["2.bias", "2.weight", "0.weight"]
     assert ("2", "grad") in taps_of(held)
+    # Gradients that the script has accumulated are no part of them, and stay.
+    with handled_by(shown := Gradients()):
+        held()
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, 100.0) if weight.requires_grad else None
+        again = of(lambda: model(torch.ones(2)), model)
+        assert again.try_backward() is None
+        again()
+    assert shown.of["0.weight"][0] == shown.of["0.weight"][-1]
+    again.end()
+    assert model[0].weight.grad is not None
+    assert model[0].weight.grad.tolist() == [[100.0] * 2] * 3
     # A result that needs no gradient has none.
     both = of(lambda: (model(torch.ones(2)), torch.ones(1)), model)
     assert both.try_backward() is None
@@ -347,6 +457,20 @@ def test_repetitions_and_the_script_continue_with_weights_that_taps_have_set(mon
     assert model(x).tolist() == [0.0, 0.0]
 
 
+def test_buffers_that_taps_have_set_stay_also_after_a_look_in_float32() -> None:
+    model, x = nn.BatchNorm1d(2).bfloat16().eval(), torch.ones(3, 2).bfloat16()
+    assert model.running_var is not None
+    held = of(lambda: model(x), model, x=x)
+    with handled_by(Zeros()):
+        held.take_weights()
+    assert held.widen({}, {}) is None
+    assert held()[""].dtype == torch.float32
+    held.narrow()
+    assert model.running_var.tolist() == [0.0, 0.0]
+    held.end()
+    assert (model.running_var.tolist(), model.weight.tolist()) == ([0.0, 0.0], [0.0, 0.0])
+
+
 def test_numbers_that_a_call_reads_are_those_of_its_arguments_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.BatchNorm1d(2).bfloat16()
     x = torch.ones(3, 2)
@@ -359,6 +483,7 @@ def test_numbers_that_a_call_reads_are_those_of_its_arguments_and_state(monkeypa
     numbers = held.numbers()
     assert numbers is not None
     # As the call finds them.
+    assert numbers.keys() == {"running_mean", "running_var", "x"}
     assert any(torch.equal(each, torch.ones(3, 2)) for each in numbers.values())
     assert all(each.is_floating_point() for each in numbers.values())
     assert not any(path.endswith(WEIGHT) for path in numbers)
@@ -398,6 +523,17 @@ def test_a_call_is_repeated_in_float32_from_given_numbers_and_then_from_its_own(
     assert torch.equal(held()[""], rounded)
     held.end()
     assert model[0].weight.dtype == x.dtype == torch.bfloat16
+
+
+def test_given_numbers_are_moved_by_a_few_roundings_in_place_of_the_calls_own() -> None:
+    x = torch.ones(64).bfloat16()
+    held = HeldCall(x.clone, {}, {"x": x}, WatchChoice(), name="Net")
+    assert held.widen({"x": torch.full((64,), 8.0)}, {}, rounded_otherwise=["x"]) is None
+    moved = held()[""] / 8 - 1
+    held.narrow()
+    assert 0 < moved.abs().max() <= 4 * roundoff("bfloat16")
+    # In both directions.
+    assert moved.min() < 0 < moved.max()
 
 
 def test_numbers_of_16_bits_are_moved_by_a_few_roundings_in_float32() -> None:
@@ -649,6 +785,31 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert model(x).count_nonzero() == 0
         assert before.count_nonzero() == 2
         assert torch.is_autocast_cache_enabled()
+
+
+def test_autocast_is_left_on_the_devices_that_have_it() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with no_autocast(["meta", "cpu", "cpu"]):
+            assert not torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+        with no_autocast(["meta"]):
+            assert torch.is_autocast_enabled("cpu")
+    with no_autocast(["cpu"]):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_a_call_writes_is_not_what_it_returns() -> None:
+    cache = torch.zeros(2)
+
+    def call() -> torch.Tensor:
+        cache.add_(1)
+        return cache * 2
+
+    described = HeldCall(call, {}, {"cache": cache}, WatchChoice()).describe()
+    assert [path for path in described.plain if is_written(path)]
+    assert {path: each.tolist() for path, each in described.returned.items()} == {"": [2.0, 2.0]}
 
 
 def test_a_call_in_float32_leaves_the_autocast_block_of_its_script() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, MutableMapping, MutableSequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graftlab as gl
 from graftlab.ranks.state_snapshot import StateSnapshot, tensors_by_path
@@ -92,10 +95,43 @@ def test_attributes_that_were_added_since_are_gone_again() -> None:
     model, held = nn.Linear(1, 1), SimpleNamespace(x=1)
     snapshot = StateSnapshot([model, held])
     model.cache = held.y = torch.zeros(1)
+    model.eval()
     del held.x
     snapshot.restore()
     assert not hasattr(model, "cache")
+    assert model.training
     assert vars(held) == {"x": 1}
+
+
+class Layer(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    ("state", "draw"),
+    [
+        (None, lambda _: torch.rand(3).tolist()),
+        (None, lambda _: random.random()),
+        (None, lambda _: np.random.random()),
+        (torch.Generator().manual_seed(1), lambda state: torch.rand(3, generator=state).tolist()),
+        (Layer(), lambda state: torch.rand(3, generator=state.generator).tolist()),
+        (random.Random(1), lambda state: state.random()),
+        (np.random.default_rng(1), lambda state: state.random()),
+    ],
+)
+def test_random_numbers_are_drawn_again_as_often_as_the_state_is_brought_back(
+    state: Any, draw: Callable[[Any], Any]
+) -> None:
+    snapshot = StateSnapshot([{"x": state}])
+    first = draw(state)
+    for _ in range(2):
+        draw(state)
+        snapshot.restore()
+        assert draw(state) == first
 
 
 @pytest.mark.parametrize("expand", [lambda x: x.expand(3, 2), lambda x: x.unfold(0, 1, 1).expand(2, 4)])
@@ -206,6 +242,25 @@ def test_what_has_no_plain_memory_is_left_as_it_is(value: Any) -> None:
     snapshot = StateSnapshot([[value]])
     snapshot.restore()
     assert snapshot.written({"it": [value]}, 1 << 20) == ({}, [])
+
+
+def test_what_has_not_changed_is_not_written_to() -> None:
+    """Its memory may be read-only, as that of a mapped file."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() == "aten::copy_":
+                copied.append(args[0].data_ptr())
+            return func(*args, **(kwargs or {}))
+
+    copied: list[int] = []
+    kept, changed = torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN])
+    snapshot = StateSnapshot([kept, changed])
+    changed.add_(1)
+    with Copies():
+        snapshot.restore()
+    assert copied == [changed.data_ptr()]
+    assert changed[0] == 1.0
 
 
 # ---- what was written since ------------------------------------------------------------------------------------------

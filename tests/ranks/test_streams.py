@@ -118,10 +118,13 @@ def test_the_notice_of_too_much_output_has_both_limits(stream: LabelledStream, s
     ]
 
 
-def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [0, 90])
+def test_a_long_log_keeps_its_beginning_and_its_end(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "_KEPT", 1000)
     monkeypatch.setattr(streams, "_CHARACTERS_TO_A_CHECK", 100)
-    lines = [f"line {number}\n" for number in range(3000)]
+    lines = [f"line {number}".ljust(width) + "\n" for number in range(3000)]
     written = 0
     with open(tmp_path / "log", "a", buffering=1, encoding="utf-8") as log:
         stream = LabelledStream(log, lambda text: None)
@@ -139,6 +142,10 @@ def test_a_long_log_keeps_its_beginning_and_its_end(tmp_path: Path, monkeypatch:
             left_out = len(everything) - len(before) - len(after)
             assert said == f"[graftlab: {left_out:,} bytes of this log were left out here]"
             assert min(len(before), len(after)) > 900
+    # Not before it has three times as many bytes.
+    with open(tmp_path / "short", "a", buffering=1, encoding="utf-8") as log:
+        LabelledStream(log, lambda text: None).write("123456789\n" * 300)
+    assert (tmp_path / "short").read_text() == "123456789\n" * 300
     # What is no file is written to as before.
     read, write = os.pipe()
     with open(write, "w", encoding="utf-8") as log:

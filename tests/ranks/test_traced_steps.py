@@ -92,8 +92,9 @@ def test_tensors_have_whole_fingerprints_in_the_taps_before_a_wanted_call() -> N
 def test_a_trace_of_several_steps_has_the_wanted_call_of_each() -> None:
     job = Job(steps=3)
     # The first of them is a multiple of their number.
-    for _ in range(6):
+    for number in range(1, 7):
         job.step()
+        assert (job.found() is None) == (number < 6)
     found = [[operation.name for operation in each.operations] for each in job.found() or [] if each is not None]
     assert found == [["arange", "add", "mul"]] * 3
 

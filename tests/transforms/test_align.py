@@ -16,7 +16,7 @@ import graftlab as gl
 from graftlab.errors import TransformError
 from graftlab.requests.identity import request_ids_tensor
 from graftlab.transforms import GraftTransformInput, align_by_request, compare, run_transform
-from graftlab.transforms.align import _token_dims
+from graftlab.transforms.align import MOVED, _token_dims
 
 
 def the_input(
@@ -95,7 +95,36 @@ def test_each_data_parallel_sender_contributes_its_requests() -> None:
     received = [(rows_of(10, 20), ids(1, 2)), (rows_of(30, 40, 50), ids(3, 4, 5))]
     outcome = run_transform(align_by_request, the_input(received, rows_of(5, 1, 9, 3), ids(5, 1, 9, 3)))
     assert values_of(outcome.value) == [50, 10, 9, 30]
-    assert outcome.rows_unmatched == 1
+    assert outcome.rows is not None
+    # In the order of the tensor's rows, whichever sender they are from.
+    assert [index.tolist() for index in outcome.rows] == [[0, 1, 3]]
+    assert (outcome.rows_matched, outcome.rows_unmatched, outcome.note) == (3, 1, MOVED)
+
+
+def test_requests_of_one_sender_in_other_rows_are_noted_whatever_the_next_sender_has() -> None:
+    received = [(rows_of(20, 10), ids(2, 1)), (rows_of(0, 0, 30), ids(7, 8, 3))]
+    outcome = run_transform(align_by_request, the_input(received, rows_of(1, 2, 3), ids(1, 2, 3)))
+    assert (values_of(outcome.value), outcome.note) == ([10, 20, 30], MOVED)
+    in_place = [(rows_of(10, 20), ids(1, 2))]
+    assert run_transform(align_by_request, the_input(in_place, rows_of(1, 2), ids(1, 2))).note is None
+
+
+def test_the_sender_whose_rows_are_unlike_is_named() -> None:
+    received = [(rows_of(10), ids(1)), (torch.zeros(1, 3), ids(2))]
+    with pytest.raises(
+        TransformError,
+        match=exactly("align_by_request: a row has shape [2] here and [3] at sender 1; only whole rows can be paired"),
+    ):
+        run_transform(align_by_request, the_input(received, rows_of(1, 2), ids(1, 2)))
+
+
+@pytest.mark.parametrize("given_ids", [[True, False], torch.tensor([True, False]), [1.0, 2.0], "12", {1: 2}])
+def test_ids_that_are_no_whole_numbers_are_refused(given_ids: Any) -> None:
+    with pytest.raises(
+        TransformError,
+        match=exactly("align_by_request: rids_int of the receiver must be a one-dimensional tensor of integers"),
+    ):
+        run_transform(align_by_request, the_input([(rows_of(1, 2), ids(1, 2))], rows_of(1, 2), {"rids_int": given_ids}))
 
 
 def test_request_at_several_senders_is_taken_from_the_receivers_rank() -> None:

@@ -20,7 +20,7 @@ from graftlab.layouts.row_alignment import FoundRows
 from graftlab.layouts.sketching import SignedSums
 from graftlab.taps.module_inputs import KIND
 from graftlab.transforms import GraftTransformInput
-from graftlab.transforms.by_layout import INFERRED, _by_layout, _rows_of_pair, _shape_of_one, _text, by_layout
+from graftlab.transforms.by_layout import INFERRED, SKETCHED, _by_layout, _rows_of_pair, _shape_of_one, _text, by_layout
 from graftlab.transforms.default import suggested
 
 
@@ -172,6 +172,9 @@ def test_a_recorded_sketch_is_compared_with_a_whole_tensor_of_one_rank_alone() -
     outcome = by_layout(given)
     assert outcome.measured is not None
     assert torch.equal(*outcome.measured)
+    # It is never grafted.
+    assert outcome.value is value
+    assert (outcome.compare_only, outcome.layout, outcome.note) == (True, layout.text, SKETCHED)
     changes: list[dict[str, Any]] = [
         {"pair": parse_layout("a b -> b a")},
         {"layout": rank_layout(value, "shard(dim=0, mesh='tp')", 2)},
@@ -186,6 +189,52 @@ def test_a_recorded_sketch_is_compared_with_a_whole_tensor_of_one_rank_alone() -
             ),
         ):
             by_layout(dataclasses.replace(given, **change))
+
+
+def test_a_note_on_unused_names_comes_before_that_on_the_tensors() -> None:
+    unusable = RankLayout(Layout(), None, "s d", "no mesh")
+    given = GraftTransformInput(
+        {"name": "x"},
+        [torch.ones(2), torch.ones(2) + 1e-7],
+        [None, None],
+        torch.zeros(2),
+        received_layouts=[unusable, unusable],
+        senders=[0, 1],
+        send_world_size=2,
+    )
+    assert by_layout(given).note == (
+        "the names of dimensions were not used: no mesh; sender 0's tensor was taken, but the senders are not replicas "
+        "(sender 1: 2 elements differ, by up to 1.19e-07)"
+    )
+
+
+def test_tokens_packed_by_a_step_need_lengths_that_names_do_not() -> None:
+    parts = [torch.arange(2.0), torch.arange(2.0) + 2]
+
+    def joined(layout: str) -> Tensor:
+        layouts = [RankLayout(parse_layout(layout, mesh={"cp": 2}), None, layout if "[" in layout else None)] * 2
+        rest: dict[str, Any] = {"received_layouts": layouts, "senders": [0, 1], "send_world_size": 2}
+        return by_layout(GraftTransformInput({"name": "x"}, parts, [None] * 2, torch.zeros(4), **rest)).value
+
+    assert joined("t[cp]").tolist() == [0, 1, 2, 3]
+    with pytest.raises(TransformError, match="needs the lengths of the sequences: pass lengths="):
+        joined("shard(dim=0, mesh='cp', packed=True)")
+
+
+def test_a_single_receiver_knows_the_shape_that_the_senders_layout_needs() -> None:
+    flat = rank_layout(torch.arange(6.0), "a b -> (a b)", 1)
+    whole = torch.zeros(2, 3)
+    layouts: dict[str, Any] = {"received_layouts": [flat], "layout": rank_layout(whole, "same", 1)}
+    assert made([torch.arange(6.0)], whole, direction="t2b", **layouts).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_all_side_effects_of_a_graft_are_said() -> None:
+    padded = rank_layout(torch.zeros(3, 4), "pad(dim=0, size=2, to=3) | pad(dim=1, size=3, to=4)", 1)
+    given = GraftTransformInput({"name": "x"}, [torch.ones(2, 3)], [None], torch.zeros(3, 4), layout=padded)
+    assert by_layout(given).caveat == (
+        "a graft fills elements 2..2 of dim 0, which are padding, with 0; "
+        "a graft fills elements 3..3 of dim 1, which are padding, with 0"
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ from kit.values import assert_values
 import graftlab as gl
 from graftlab.errors import GraftError, TransformError
 from graftlab.transforms import GraftTransformInput, Outcome, TransformSpec, run_transform, user_traceback
+from graftlab.transforms.default import default_transform, suggested
 from graftlab.transforms.running import _fitted
+from graftlab.transforms.spec import specs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -107,6 +109,36 @@ def test_a_sender_taken_among_several_that_differ_has_a_note_and_is_not_grafted(
             assert taken.aligned_by == ("sender 0" if receivers == 1 else "slice dim=0")
             assert "the senders are not replicas (sender 1: " in taken.note
             assert "declare it with gl.tap(layout=...)" in taken.graft_refused
+
+
+def test_shards_of_several_dtypes_are_joined_in_the_first_ones() -> None:
+    for first, other in ((torch.float32, torch.float64), (torch.int64, torch.float32), (torch.bfloat16, torch.int8)):
+        shards = [torch.tensor([1, 2]).to(first), torch.tensor([3]).to(other)]
+        made = default_transform(the_input(shards, torch.zeros(3)))
+        assert (made.value.dtype, made.value.tolist()) == (first, [1, 2, 3])
+
+
+PART = "; the values fit, with rel_l2 0, in the layout 'part(index=1, of=[1, 1], dim=0)' of the {} tensor: give it to "
+
+
+@pytest.mark.parametrize(
+    ("received", "mine", "said"),
+    [
+        ([[1.0, 2.0, 3.0, 4.0]], [3.0, 4.0], f"{PART.format('received')}the plan's pairs"),
+        # A part whose distance is unknown is not the nearest.
+        ([[math.nan, 2.0, 3.0, 4.0]], [3.0, 4.0], f"{PART.format('received')}the plan's pairs"),
+        ([[3.0, 4.0]], [1.0, 2.0, 3.0, 4.0], PART.format("receiver's own") + "the plan's pairs"),
+        ([[5.0, 6.0, 7.0, 8.0]], [3.0, 4.0], "; 2 layouts would fit the shapes, but none fits the values"),
+        ([[1.0, 2.0, 3.0]], [3.0, 4.0], ""),
+        (
+            [[1.0], [2.0]],
+            [3.0, 4.0, 5.0],
+            "; if these are shards, partial sums or replicas, declare it with gl.tap(layout=...)",
+        ),
+    ],
+)
+def test_a_layout_is_suggested_by_the_values(received: list[list[float]], mine: list[float], said: str) -> None:
+    assert suggested([torch.tensor(each) for each in received], torch.tensor(mine)) == said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
@@ -816,6 +848,14 @@ def test_a_transform_takes_its_filter_along() -> None:
     spec = TransformSpec.of(("layer == 3", "torch.clone"))
     assert (spec.text, spec.where, spec.described) == ("torch.clone", "layer == 3", "torch.clone where layer == 3")
     assert TransformSpec.of("torch.clone").described == "torch.clone"
+    # A draft runs none of its code.
+    exits = ("layer == 3", "raise SystemExit('it was run')\n")
+    assert TransformSpec.draft(exits).where == "layer == 3"
+    with pytest.raises(gl.TransformError, match="it was run"):
+        TransformSpec.of(exits)
+    assert specs_of([]) is None
+    assert specs_of(["torch.clone"]) == specs_of("torch.clone") == TransformSpec("path", "torch.clone")
+    assert specs_of(["torch.clone", spec]) == (TransformSpec("path", "torch.clone"), spec)
     with pytest.raises(
         gl.TransformError,
         match=exactly(
