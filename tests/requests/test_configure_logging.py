@@ -282,8 +282,8 @@ def test_the_command_changes_a_running_server_from_another_process(
 
 
 def test_a_url_may_end_in_a_slash(server: Server) -> None:
-    assert main(["--url", f"{server.url}/", "--log-requests"]) == 0
-    assert [path for path, _, _ in server.posts] == ["/configure_logging"]
+    assert main(["--url", f"{server.url}/below/", "--log-requests"]) == 0
+    assert [path for path, _, _ in server.posts] == ["/below/configure_logging"]
 
 
 def test_a_token_goes_along_where_it_was_given(server: Server) -> None:
