@@ -118,8 +118,9 @@ def test_numpy_arrays_come_back(index: int, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_numpy_scalars_and_dtypes_come_back(protocol: int) -> None:
-    found = read([np.float32(1.5), np.int64(-3), np.dtype(">f8"), np.dtype("f8"), np.dtype(">f8")], protocol)
-    assert found == [1.5, -3, np.dtype(">f8"), np.dtype("f8"), np.dtype(">f8")]
+    big = np.dtype(">f8")
+    found = read([np.float32(1.5), np.int64(-3), big, np.dtype("f8"), np.dtype(">f8"), big], protocol)
+    assert found == [1.5, -3, big, np.dtype("f8"), big, big]
     assert type(found[0]) is np.float32
 
 
