@@ -17,7 +17,6 @@ from graftlab.layouts import give_mesh
 from graftlab.taps import calls
 
 _joining = threading.Lock()
-_rank: AttachedRank | None = None
 
 
 def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
@@ -35,7 +34,6 @@ def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
     Traceback (most recent call last):
     graftlab.errors.ConfigError: target_world_size (GRAFTLAB_TARGET_WORLD_SIZE) is 2, and this job has 1 process...
     """
-    global _rank
     with _joining:
         if active.grafter() is not None:
             raise SessionError("this process is a rank already; gl.here() shows which")
@@ -46,14 +44,12 @@ def attach(config: GraftConfig | None = None, *, mesh: Any = None) -> bool:
         except LayoutError as error:
             raise ConfigError(f"mesh: {error}") from error
         try:
-            rank = AttachedRank(config)
-            rank.begin()
+            AttachedRank(config).begin()
         except ConfigError:
             raise
         except (GraftError, OSError, EOFError) as error:
             warn(f"graftlab could not join, and the job continues without it: {error}")
             return False
-        _rank = rank
         return True
 
 
@@ -111,11 +107,10 @@ def _warn_at_exit(process: int) -> None:
         warn_never_joined(os.path.basename(sys.argv[0]) or "this process")
 
 
-def _forget_rank() -> None:
-    """Forget the rank in a forked child, which is not one."""
-    global _rank, _joining
+def _renew_lock() -> None:
+    """Give a forked child a lock that no thread of its parent holds."""
+    global _joining
     _joining = threading.Lock()
-    _rank = None
 
 
-os.register_at_fork(after_in_child=_forget_rank)
+os.register_at_fork(after_in_child=_renew_lock)

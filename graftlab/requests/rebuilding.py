@@ -267,7 +267,8 @@ def _array_of_state(state: tuple[Any, ...]) -> Any:
         flat = numpy.empty(len(_expect(data, list)), dtype=object)
         for index, item in enumerate(data):
             flat[index] = item
-        return flat.reshape(shape, order=order)
+        # Objects are listed in C order, whatever the order of the array was.
+        return flat.reshape(shape)
     return _array(data, dtype, shape, order)
 
 

@@ -31,11 +31,12 @@ from graftlab.control.hub import MessageRouter
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.pickles import open_exception, open_value
 from graftlab.control.plans import Plans
+from graftlab.control.process_groups import ProcessGroups
 from graftlab.control.queries import Queries
 from graftlab.control.runs import Runs
 from graftlab.control.tap_catalog import TapCatalog
 from graftlab.control.work import WorkFactory, arguments
-from graftlab.errors import SessionBusyError, SessionClosedError, SessionError
+from graftlab.errors import GraftOverlapError, SessionBusyError, SessionClosedError, SessionError
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks.messages import (
@@ -860,3 +861,38 @@ def test_every_session_is_closed_at_exit_although_each_leaves_the_list(monkeypat
         closing.close_at_exit(each)
     closing._close_all()
     assert len(closed) == len(set(closed)) == 3
+
+
+def test_a_forked_child_lets_its_parents_ranks_go_and_closes_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = MagicMock()
+    session = MagicMock(ranks=[rank])
+    monkeypatch.setattr(closing, "_open", {session})
+    closing._release_in_child()
+    closing._close_all()
+    assert ([each[0] for each in rank.method_calls], session.method_calls) == (["release_in_child"], [])
+
+
+def test_a_side_has_its_group_again_once_its_ranks_are_new(ranks: list[TalkingRank]) -> None:
+    handles = processes(ranks)
+    groups = ProcessGroups(handles)
+    failure = Failure("RuntimeError", "[gloo/transport/tcp/pair.cc:1] Connection closed by peer", "")
+    groups.note_failure(handles[2], failure)
+    assert groups.lost() == {"target": f"a collective failed on target[1]: {failure.message}"}
+    groups.renew()
+    assert groups.lost() == {}
+
+
+def test_a_plan_that_grafts_a_seen_tap_both_ways_is_refused(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    ranks[1].line.send(TapSeen({"name": "h", "step": 0, "side": "target", "rank": 0, "layer": 3}))
+    wait_until(lambda: core.taps, "the tap")
+    with pytest.raises(GraftOverlapError, match="match h layer=3; a tap"):
+        core.edit(b2t="layer == 3", t2b="name == 'h'")
+    assert core.plan == PLAN
+
+
+def test_a_run_is_refused_while_another_thread_has_its_own_plan_in_force(core: SessionCore) -> None:
+    lent = core._lend_plan({"keep": "layer == 3"})
+    begun = in_background(lambda: core.start(target="1"))
+    with pytest.raises(SessionBusyError, match="a verdict, a match or a comparison is between two of its runs"):
+        begun.result(60)
+    assert (core.runs, core.plan) == ([], lent)

@@ -203,3 +203,9 @@ def test_a_file_of_requests_that_is_a_pipe_is_refused_and_a_link_to_one_is_read(
     [path] = (tmp_path / "served").glob("*.pkl")
     (tmp_path / "newest").symlink_to(path)
     assert load_dump(tmp_path / "newest")["requests"][0].request["rid"] == "a"
+
+
+@pytest.mark.parametrize("text", ["[]", "[1, 2]", '"facts"', "null", "7", "{", "[" * 100_000])
+def test_a_description_that_is_no_table_of_facts_has_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "session.json").write_text(text)
+    assert description_of(tmp_path) == {}

@@ -36,7 +36,7 @@ TAPS += [{"name": "g", "step": 0, "side": "baseline", "rank": 0, "layer": 9}]
         ("True", "h", {"layer": 7}, "No tap 'h' seen so far has layer=7"),
         ("True", "g", {"layer": 2}, "No tap 'g' seen so far has layer=2"),
         ("layer == 0", "h", {}, "matches the tap, but no pair has been kept since that plan took effect; run again"),
-        ("layer == 0", "h", {}, "run again, unless only one side has this tap"),
+        ("layer == 0", "h", {"rank": 1, "occurrence": 2}, "run again, unless only one side has this tap"),
     ],
 )
 def test_the_advice_names_the_missing_step(keep: str | None, name: str, tags: dict[str, int], advice: str) -> None:

@@ -51,6 +51,8 @@ def test_the_oldest_go_first_until_the_rest_fit(tmp_path: Path) -> None:
 
 def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     a_run(tmp_path, "new", 0)
+    # One that began long ago may have been closed a moment ago.
+    os.utime(a_run(tmp_path, "long", 2) / "rows.jsonl")
     store = RowStore(a_run(tmp_path, "open", 3), append=True)
     os.utime(tmp_path / "open" / "rows.jsonl", (0, 0))
     (tmp_path / "mine").mkdir()
@@ -59,7 +61,11 @@ def test_open_new_and_foreign_folders_stay(tmp_path: Path) -> None:
     os.utime(tmp_path / "mine" / "rows.jsonl", (0, 0))
     (tmp_path / "link").symlink_to(a_run(tmp_path / "elsewhere", "old", 9))
     assert prune(tmp_path, gib=0, days=0) == []
-    assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [("open", True), ("new", False)]
+    assert [(each.folder.name, each.is_open) for each in find_runs(tmp_path)] == [
+        ("open", True),
+        ("long", False),
+        ("new", False),
+    ]
     assert [line.split()[4:-1] for line in runs_text(find_runs(tmp_path)).splitlines()[:2]] == [["open"], []]
     store.close()
     assert [each.folder.name for each in prune(tmp_path, gib=0)] == ["open"]

@@ -321,3 +321,14 @@ INNER = '  File "/x/torch/{path}.py", line 9, in {name}\n    return f()\n'
 def test_only_a_wait_in_a_collective_is_taken_for_one(call: str, inner: str, expected: bool) -> None:
     found = collective_in(STACK.format(call=call, inner=inner))
     assert found == (f"/me/model.py, line 3: {call}" if expected else None)
+
+
+def test_ranks_that_fail_alike_are_named_in_their_order() -> None:
+    state, ranks = state_of(target=11)
+    for rank in (ranks[11], ranks[3], ranks[2]):
+        state.note_done(rank, failed())
+    # One that ends because of its failure has still failed for that reason.
+    state.note_death(ranks[3], "exited with code 1")
+    assert state.failing == dict.fromkeys(("target[10]", "target[2]", "target[1]"), "ValueError: no")
+    with pytest.raises(RunError, match=r"\ntarget\[1\], target\[2\], target\[10\] raised ValueError: no"):
+        state.raise_failures()

@@ -111,11 +111,12 @@ def plots_of(**given: Any) -> SessionPlots:
 def test_each_figure_of_a_pair_has_its_tap_and_tags_in_its_title(drawn: list[Any]) -> None:
     figures = plots_of(difference_map=lambda name, **given: (name, given))
     figures.histogram("h", layer=3)
-    figures.scatter("h", layer=3)
+    figures.scatter("h", layer=3, head=1)
     figures.heatmap("h", dims=(0,))
     chosen = {"dims": (0,), "step": 1}
     assert [args for _, args, _ in drawn] == [("one", "other"), ("one", "other"), (("h", chosen),)]
-    assert [given for _, _, given in drawn] == [{"title": "h, layer=3, step=1"}] * 3
+    titles = ["h, layer=3, step=1", "h, layer=3, head=1, step=1", "h, layer=3, step=1"]
+    assert [given["title"] for _, _, given in drawn] == titles
 
 
 def test_one_taps_figures_leave_out_a_verdicts_own_runs(monkeypatch: pytest.MonkeyPatch, drawn: list[Any]) -> None:

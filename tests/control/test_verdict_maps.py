@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pandas as pd
@@ -9,10 +10,12 @@ import pytest
 import torch
 from kit.refusals import exactly
 
+from graftlab.control import verdicts
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.maps import difference_map
 from graftlab.errors import SessionError
 from graftlab.plots import verdict as figures
+from graftlab.plots.style import NotebookFigure, new_axes
 from graftlab.verdict.findings import Findings, ShownMap
 
 PAIR = torch.zeros(2, 3, 4), torch.arange(24.0).view(2, 3, 4)
@@ -52,3 +55,26 @@ def test_a_map_that_is_not_kept_is_refused_with_those_that_are() -> None:
         ),
     ):
         verdict(a=PAIR, b=None).plot("b", dims=(0, 1))
+
+
+def test_a_figure_in_axes_of_the_caller_has_no_canvas() -> None:
+    more = {"step": 0, "order": 0, "ratio": 9.0, "floor": 0.1, "error": 1.0, "error_ratio": 9.0}
+    made = Verdict(Findings(verdict(a=None).frame.assign(tags=[{}], **more), 5.0, 1), 3)
+    figure: Any = made.plot()
+    assert figure.interactive is not None
+    own, ax = new_axes(None, 4.0, 4.0)
+    assert isinstance(own, NotebookFigure)
+    assert made.plot(ax=ax) is own
+    assert own.interactive is None
+
+
+@pytest.mark.parametrize(
+    ("inconclusive", "says"), [((), "nothing named"), (("The runs differ.",), "nothing named, and something differs")]
+)
+def test_a_verdict_that_names_nothing_says_whether_something_differs(
+    inconclusive: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdicts, "text_of", lambda findings: "the text")
+    found = verdict(a=None).findings
+    found = dataclasses.replace(found, frame=found.frame.assign(label="clean"), inconclusive=inconclusive)
+    assert repr(Verdict(found, 3)) == f"<Verdict of 3 runs: {says}>\nthe text"

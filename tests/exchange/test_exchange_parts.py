@@ -35,6 +35,7 @@ from graftlab.exchange.frames import (
     DeclineFrame,
     DeviceLocation,
     PublishFrame,
+    StatusFrame,
     StepEndFrame,
     YieldFrame,
     YieldQueryFrame,
@@ -428,6 +429,25 @@ def test_all_ranks_are_gone_once_each_was_lost_or_hung_up() -> None:
     assert (first.channel.closed, closed) == (True, ["arena"])
 
 
+def test_a_repeated_status_of_another_machine_keeps_the_time_of_the_first() -> None:
+    peers, (peer,) = peers_of(a=RankStatus("waiting", step=3, taps=7, since=5.0, awaits=(0,)))
+    for taps, kept in ((7, True), (8, False)):
+        report = WireStatus.of(RankStatus("waiting", step=3, taps=taps, since=time.monotonic() - 1, awaits=(0,)))
+        Peers.on_status(peers, peer, StatusFrame(report, 2))
+        assert (peer.page.read().taps, peer.page.read().since == 5.0) == (taps, kept)
+    assert peer.confirmed == 2
+
+
+def test_only_ranks_that_have_not_answered_are_late() -> None:
+    peers, (first, second) = peers_of(a=RankStatus(), b=RankStatus("waiting", step=4, since=1e12))
+    key = TapKey(4, "h", (), "original", 0)
+    first.inbox[4][key] = None
+    peers.timeout = 2.0
+    receiver: Any = SimpleNamespace(_peers=peers)
+    late = f"target[1] did not reach this tap within 2 s: {second.page.read()}"
+    assert Receiver._why_unanswered(receiver, key, False) == {1: late}
+
+
 def test_a_tensor_of_another_machine_arrives_with_its_frame_or_is_refused() -> None:
     peers, (peer,) = peers_of(a=RankStatus())
     key = TapKey(4, "h", (), "original", 0)
@@ -551,6 +571,8 @@ def test_the_age_of_a_status_follows_the_clock_of_the_machine_that_shows_it(monk
     clock.monotonic = lambda: 5000.0
     assert sent.restore().since == 4992.5
     assert str(sent.restore()) == "waiting at tap 'q' of step 3 for 7.5 s"
+    # One that has only just been written may seem to be of a later moment.
+    assert str(RankStatus("waiting", step=3, since=5000.5)) == "waiting before its first tap of step 3 for 0.0 s"
 
 
 class Stopped:
@@ -595,6 +617,17 @@ def test_the_status_of_a_running_rank_is_its_last_tap() -> None:
     look = page.read()
     assert (look.state, look.step, look.plan_version, look.taps, look.tap) == ("running", 4, 5, 8, "q")
     assert look.awaits == ()
+
+
+def test_of_a_long_tap_name_the_beginning_is_shown() -> None:
+    _, page = a_page()
+    for write in (page.pass_tap, lambda *args: page.write("running", step=4, plan_version=5, taps=6, tap=args[-1])):
+        write(4, 5, 6, "layer" * 20_000)
+        look = page.read()
+        assert look.tap != "layer" * 20_000
+        assert ("layer" * 20_000).startswith(look.tap)
+        assert (look.state, look.step, look.taps) == ("running", 4, 6)
+        assert len(look.tap) > 50
 
 
 def test_tap_names_that_never_repeat_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

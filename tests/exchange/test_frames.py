@@ -9,7 +9,7 @@ import pickle
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.limits import limited
 
@@ -86,6 +86,7 @@ def test_every_kind_of_frame_is_tried_here() -> None:
 
 
 @given(any_frame)
+@example(DeclineFrame(TapKey(3, "\ud800", (("layer", 2**80),), "recompute", 5)))
 def test_a_frame_is_read_as_it_was_written(frame: Frame) -> None:
     back = decode(encode(frame))
     assert type(back) is type(frame)

@@ -74,6 +74,37 @@ def test_tensors_for_an_ended_step_are_not_kept(world: World) -> None:
     assert not any(receiver.exchange._peers.others[0].inbox.values())
 
 
+def test_the_end_of_a_step_frees_the_untaken_tensors_of_earlier_steps(world: World) -> None:
+    sender, receiver = world.mailboxes
+    for step in range(3):
+        sender.publish(key(step=step), torch.zeros(1000))
+    receiver.exchange.end_step(1)
+    hear(sender)
+    of_one = sender.bytes_in_use()
+    receiver.exchange.end_step(2)
+    hear(sender)
+    assert (of_one > 0, sender.bytes_in_use()) == (True, 0)
+
+
+def test_a_rank_that_is_past_a_step_stays_past_it(world: World) -> None:
+    sender, receiver = world.mailboxes
+    for step in (3, 1):
+        receiver.exchange.end_step(step)
+        hear(sender)
+        assert sender.exchange._peers.others[0].is_past(3)
+        assert not sender.exchange._peers.others[0].is_past(4)
+
+
+def test_tensors_for_an_ended_run_are_not_kept(world: World) -> None:
+    sender, receiver = world.mailboxes
+    sender.publish(key(step=4), 1.0)
+    hear(receiver)
+    peer = receiver.exchange._peers.others[0]
+    assert list(peer.inbox) == [4]
+    receiver.exchange.end_run()
+    assert not peer.inbox
+
+
 def test_every_kind_of_frame_has_a_handler(world: World) -> None:
     assert set(world.baseline.exchange._peers._handlers) == set(KINDS)
 

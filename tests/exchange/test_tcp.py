@@ -674,6 +674,17 @@ def test_a_status_older_than_the_last_tensor_sent_proves_no_wait() -> None:
         assert [each.tensor.item() for each in waiting.result(DEADLINE).contributions] == [2.0]
 
 
+def test_the_first_free_port_of_several_is_taken(posts: tuple[RouterSocket, RouterSocket]) -> None:
+    taken, other = (post.port for post in posts)
+    keys = derive_keys(TOKEN)
+    said = rf"^cannot listen at 127\.0\.0\.1, any of the ports {taken} to {other}: Address already in use"
+    with pytest.raises(OSError, match=said):
+        RouterSocket(keys, b"third", "127.0.0.1", (taken, other))
+    third = RouterSocket(keys, b"third", "127.0.0.1", (taken, other, 0))
+    assert third.port not in (0, taken, other)
+    third.close()
+
+
 def test_a_socket_that_is_closed_closes_all_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     router, close, closed = make_post(0), os.close, list[int]()
     held = {router._wake, router._unauthenticated._nothing, router._unauthenticated._spare}

@@ -43,7 +43,6 @@ class Joining:
 def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
     made = Joining()
     monkeypatch.setattr(attaching, "AttachedRank", made)
-    monkeypatch.setattr(attaching, "_rank", None)
     monkeypatch.setattr(attaching, "give_mesh", made.meshes.append)
     yield made
     calls.deactivate()
@@ -73,7 +72,6 @@ def test_a_job_that_cannot_join_continues_without_its_taps(joining: Joining, fai
     joining.failure = failure
     with pytest.warns(GraftWarning, match=f"could not join, and the job continues without it: {failure}"):
         assert attaching.attach(GraftConfig()) is False
-    assert attaching._rank is None
     # Its next tap would try again, and wait again.
     assert not attaching.is_armed()
 

@@ -36,7 +36,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, *, scale: float | Tensor = 1.0) -> Tensor:
         twice = nn.functional.relu(self.linear(x)) * scale
         return twice + 1
 
@@ -50,11 +50,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, Any]) -> tup
         # A module without weights is no model.
         nn.MSELoss()(x, x)
         assert lister.reached == []
-        model(x, scale=2.0).sum().backward()
+        model(x, scale=torch.tensor(2.0)).sum().backward()
         first = list(lister.reached)
         other(x)
         assert lister.reached == first
-        model(x)
+        model(x, scale=torch.tensor(3.0))
     return first, lister.reached[len(first) :]
 
 
@@ -64,7 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, settings: Mapping[str, Any]) -> tup
         ({"watch": "True"}, {"linear", "output"}),
         ({"watch_optimizer": True}, {"linear", "output"}),
         ({"watch": "name == 'linear'"}, {"linear"}),
-        ({"watch_inputs": True}, {"linear", "output", "input.x@input"}),
+        ({"watch_inputs": True}, {"linear", "output", "input.x@input", "input.scale@input"}),
         ({"watch_grads": True}, {"linear", "output", "linear@grad", "output@grad"}),
         ({"watch_functions": "relu, "}, {"linear", "output", "relu.out"}),
         ({"watch_inside": "output"}, {"linear", "output"}),
@@ -74,10 +74,21 @@ def test_the_first_model_is_watched_as_the_settings_say(
     settings: dict[str, Any], taps: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = watched(monkeypatch, settings)
-    looked_at = {"linear", "output", "input.x@input", "linear@grad", "output@grad", "relu.out"}
+    looked_at = {"linear", "output", "input.x@input", "input.scale@input", "linear@grad", "output@grad", "relu.out"}
     assert {*first} & looked_at == taps, first
     # Its next call is watched likewise.
     assert {each for each in taps if not each.endswith("@grad")} <= {*second}
+
+
+def test_a_model_that_is_called_before_anything_takes_taps_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, model, x = Scaled(), Scaled(), torch.ones(1, 2)
+    watch_first_model(GraftConfig(watch="name == 'linear'"))
+    early(x)
+    become_rank(monkeypatch, "target")
+    with handled_by(lister := Lister()):
+        model(x)
+        early(x)
+    assert lister.reached == ["linear"]
 
 
 def test_a_choice_that_matches_no_module_warns_unless_something_else_is_watched(

@@ -17,9 +17,10 @@ from kit.refusals import exactly
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
+from graftlab.exchange.status_page import RankStatus, WireStatus
 from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
-from graftlab.jobs.handshake import JoinRequest, RejoinState, send_handshake
+from graftlab.jobs.handshake import JoinRequest, RejoinState, RequestRefused, send_handshake
 from graftlab.jobs.membership import Membership, introduce
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.session_server import open_session_server
@@ -32,6 +33,7 @@ from graftlab.ranks.messages import (
     LinkReport,
     PlanUpdate,
     RunRequest,
+    StatusUpdate,
     WorldRequest,
     WorldStart,
     WorldSwitch,
@@ -282,6 +284,14 @@ def test_a_transform_of_one_side_is_the_plans_whichever_job_joins_first() -> Non
         assert agreed.enter("target", second).transforms == given.transforms
 
 
+def test_a_transform_that_both_sides_bring_applies_where_each_brought_it() -> None:
+    plan = GraftPlan(b2t="layer == 1", transform="graftlab.transforms.by_layout")
+    agreed = AgreedPlan(plan)
+    agreed.enter("baseline", plan)
+    # Without a further condition, which would keep it from the taps that are compared.
+    assert agreed.enter("target", plan).transforms == plan.transforms
+
+
 def test_a_transform_for_a_direction_without_grafts_is_left_out() -> None:
     def brought(path: str, t2b: str | None = None) -> GraftPlan:
         return GraftPlan(b2t="layer == 1", t2b=t2b, transform=f"graftlab.transforms.{path}")
@@ -356,10 +366,15 @@ def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Pat
     assert (rank.status().state, rank.is_expected) == ("starting", True)
     rank.assign_process(1000, DeviceAssignment("cpu", "none"))
     assert (rank.status().state, rank.is_expected) == ("idle", False)
+    rank.note_links(LinkReport(1, (0,), ()))
+    rank.note_status(StatusUpdate(WireStatus("waiting", 5, 1, 9, 0.0, "x", (0,))))
+    assert (rank.status().state, rank.status().step, rank.links) == ("waiting", 5, "shared memory")
     # One that has left is missing, and not waited for as the first one is.
     rank.alive = False
     assert not rank.is_expected
+    # The next process in its place has neither its status nor its links.
     rank.renew()
+    assert (rank.status(), rank.links, rank.pid) == (RankStatus("starting"), "", None)
     rank.close_rank_ends()
 
 
@@ -396,7 +411,9 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
         join.plan = to_wire(GraftPlan(b2t="layer == 4"))
         refused = server._objection(join)
         assert (refused is not None) == agreed
-        assert refused is None or "(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in refused.error
+        if refused is not None:
+            assert "(GRAFTLAB_B2T_FILTER) is 'layer == 4' here" in refused.error
+            assert (refused.settings, refused.again) == (True, False)
         for join.rank in (-1, 1):
             with pytest.raises(SessionError, match=r"target\[-?1\] does not exist: target_world_size is 1"):
                 server._objection(join)
@@ -432,3 +449,36 @@ def test_all_jobs_of_an_earlier_session_continue_their_one_run(tmp_path: Path) -
             rank.close_rank_ends()
         assert [run.number for run in session.runs] == [7]
         assert (session.plan.b2t, session.plan.version) == ("layer == 4", 5)
+
+
+def test_those_that_wait_learn_of_a_refused_process_and_not_of_one_that_asks_again(tmp_path: Path) -> None:
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), GraftPlan(), tmp_path, Rendezvous(tmp_path), agreed=False
+    )
+    said: list[Any] = []
+    waits: Any = SimpleNamespace(channel=SimpleNamespace(send=lambda frame: said.append(unpack_to_rank(frame).what)))
+    join = JoinRequest("target", 0, 1, 1, 4321, "cpu", "gloo", None, None)
+    with session:
+        for again, why in ((True, "its pid is taken"), (False, "it has no filter")):
+            server._objection = lambda join, again=again, why=why: (  # type: ignore[method-assign, misc]
+                RequestRefused(why, settings=True, again=again)
+            )
+            server._refusal(join)
+            server._on_ask_missing(waits)
+    assert "refused" not in said[0]
+    assert said[1].endswith(" (target[0] (pid 4321) was refused: it has no filter)")
+
+
+def test_a_session_of_jobs_is_over_once_the_last_rank_has_left(tmp_path: Path) -> None:
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), GraftPlan(), tmp_path, Rendezvous(tmp_path), agreed=False
+    )
+    with session:
+        ranks = []
+        for side in ("baseline", "target"):
+            rank, _ = server._admit(JoinRequest(side, 0, 1, 1, os.getpid(), "cpu", "gloo", None, None), None)
+            rank.close_rank_ends()
+            ranks.append(rank)
+        for rank, over in zip(ranks, (False, True), strict=True):
+            server._on_left(rank)
+            assert server.over.is_set() == over

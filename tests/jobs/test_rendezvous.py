@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import stat
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from graftlab.config import Endpoint, GraftConfig
 from graftlab.exchange.keys import new_token
 from graftlab.jobs import handshake_listener, refusals, rendezvous, session_server
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
+from graftlab.jobs.handshake_listener import HandshakeListener
 from graftlab.jobs.rendezvous import Rendezvous
 from graftlab.jobs.script_launcher import _Admission
 from graftlab.jobs.session_client import SessionClient
@@ -121,6 +123,24 @@ def test_processes_that_connect_and_are_silent_delay_no_other(tmp_path: Path) ->
         assert isinstance(receive_handshake(asks), StatusReply)
         # The oldest made room for others.
         assert silent[0].recv(1) == b""
+
+
+def test_a_listener_that_closes_ends_the_handshakes_in_progress(tmp_path: Path) -> None:
+    began = threading.Event()
+    received: list[bytes] = []
+
+    def accept(connection: socket.socket) -> None:
+        began.set()
+        received.append(connection.recv(1))
+
+    with Rendezvous(tmp_path) as place, place.locked():
+        listener = place.listen()
+        assert listener is not None
+        handshakes = HandshakeListener(listener, accept, refusals.RefusalLog())
+        with listener, place.connect(1.0) or contextlib.nullcontext():
+            assert began.wait(DEADLINE)
+            handshakes.close()
+            assert received == [b""]
 
 
 def test_refusals_of_many_processes_are_a_few_lines_with_their_number(

@@ -17,6 +17,7 @@ from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, SessionError
 from graftlab.exchange.keys import new_token
 from graftlab.jobs import session_client
+from graftlab.jobs.handshake import RequestRefused, WorldShare
 from graftlab.jobs.session_client import SessionClient, _RankTakenError
 
 HERE = "tcp://localhost:29500"
@@ -276,3 +277,20 @@ def test_the_time_that_is_left_is_never_none(tmp_path: Path, clock: Clock) -> No
     assert made.remaining() == 6.0
     clock.now += 60
     assert made.remaining() == 0.001
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        (RequestRefused("taken", settings=False, again=True), _RankTakenError, "taken"),
+        (RequestRefused("two sizes", settings=True), ConfigError, "two sizes"),
+        (RequestRefused("full", settings=False), SessionError, "full"),
+        (WorldShare(1, 2), SessionError, "the session server answered WorldShare"),
+    ],
+)
+def test_a_job_asks_again_or_reports_its_settings_as_the_answer_says(
+    reply: Any, kind: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=exactly(says)) as raised:
+        client(tmp_path)._accepted(reply)
+    assert type(raised.value) is kind

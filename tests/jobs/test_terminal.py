@@ -50,6 +50,9 @@ def test_status_shows_taps_with_tags_and_leaves_out_empty_columns() -> None:
     assert [line.split()[:2] for line in lines[-2:]] == [["hidden", "layer=0"], ["hidden", "layer=1"]]
     assert lines[2].split() == ["side", "rank", "note"]
     # Values that are not finite are the furthest apart, and a row without a pair of finite numbers is in no order.
+    assert [tap.rel_l2 for tap in answer_status_query(session, taps, stacks=False).taps] == [0.1, 0.05]
+    rows.append(row("equal", rel_l2=0.0))
+    assert answer_status_query(session, taps, stacks=False).taps[-1].name == "equal"
     rows += [row(f"m{n}", rel_l2=0.2 + n, order=n) for n in range(20)]
     rows += [row("one nan", rel_l2=0.0, nonfinite_differ=1), row("lost", rel_l2=None, status="missing")]
     rows.insert(3, row("nan", rel_l2=math.nan))
@@ -135,6 +138,18 @@ def test_attach_warns_about_a_script_that_reaches_no_tap(
     with pytest.warns(gl.GraftWarning, match=r"script.py ended before it reached a tap .* GRAFTLAB_WATCH=True"), ends:
         assert main(["attach", *(f"--set={each}" for each in settings), str(script)]) == 0
     assert gl.tap("x", 1) == 1
+
+
+def test_attach_runs_a_module_of_the_folder_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("argv", [*sys.argv]), ("path", [each for each in sys.path if os.path.isabs(each)])):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "module_of_a_job.py").write_text("import sys\nraise SystemExit([__name__, *sys.argv[1:]])")
+    settings = ("role=target", "baseline_world_size=1", "target_world_size=1", f"run_dir={tmp_path}")
+    with pytest.warns(gl.GraftWarning, match="module_of_a_job ended before"), pytest.raises(SystemExit) as ended:
+        main(["attach", *(f"--set={each}" for each in settings), "-m", "module_of_a_job", "--fast", "7"])
+    assert ended.value.code == ["__main__", "--fast", "7"]
 
 
 @pytest.mark.ranks

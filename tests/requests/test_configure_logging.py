@@ -104,6 +104,14 @@ def test_a_folder_that_has_vanished_is_not_made_again_in_passing(recording: Requ
     assert not (tmp_path / "dumps").exists()
 
 
+def test_a_link_does_not_lead_out_of_the_servers_folder(recording: RequestLogging, tmp_path: Path) -> None:
+    recording.root = tmp_path / "dumps"
+    (tmp_path / "dumps" / "link").symlink_to(tmp_path)
+    status, answer = configure(recording, {"dump_requests_folder": str(tmp_path / "dumps" / "link" / "mine")})
+    assert (status, (tmp_path / "mine").exists()) == (400, False)
+    assert f"below {recording.root} on this server" in answer["error"]
+
+
 def test_excluded_keys_change_while_requests_are_recorded(recording: RequestLogging, tmp_path: Path) -> None:
     response = {"meta_info": {"hidden_states": 1, "b": 2, "c": 3}}
     for keys in (None, [], ["b", "c"]):
@@ -271,6 +279,11 @@ def test_the_command_changes_a_running_server_from_another_process(
     (path,) = (tmp_path / "b").iterdir()
     found = {record.rid: record.response["meta_info"] for record in load_dump(path)["requests"]}
     assert found == {"before": {}, "after": {"hidden_states": 1}}
+
+
+def test_a_url_may_end_in_a_slash(server: Server) -> None:
+    assert main(["--url", f"{server.url}/below/", "--log-requests"]) == 0
+    assert [path for path, _, _ in server.posts] == ["/below/configure_logging"]
 
 
 def test_a_token_goes_along_where_it_was_given(server: Server) -> None:

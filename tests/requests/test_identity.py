@@ -43,7 +43,9 @@ def test_another_process_with_another_hash_seed_gives_the_same_numbers() -> None
         assert [int(number) for number in done.stdout.split()] == list(VECTORS.values())
 
 
-@pytest.mark.parametrize(("text", "on"), [(" True\n", True), ("YES", True), ("Off", False), ("0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("text", "on"), [(" True\n", True), ("YES", True), ("on", True), ("Off", False), ("0", False), ("", False)]
+)
 def test_the_environment_switches_ids_on_in_several_words(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUEST_IDS_VARIABLE, text)
     assert is_switched_on() is on
@@ -69,6 +71,8 @@ def test_ids_and_rooms_are_int64_on_the_batchs_device(device: str) -> None:
         assert tensor.dtype == torch.int64
         assert tensor.device.type == device
         assert tensor.dim() == 1
+    # Of a device without memory, it would be this process's default.
+    assert request_ids_tensor([""], "meta").device.type == "meta"
 
 
 def test_a_batch_without_requests_gives_empty_tensors() -> None:

@@ -50,6 +50,9 @@ def test_a_set_of_keys_that_are_slow_to_hash_is_refused(tmp_path: Path, items: s
     data = b"\x80\x04" + stack_global("builtins", "set") + (b"]" + key + b"a" if items == "list" else key + b"\x85")
     with pytest.raises(DumpError, match="a key that is a number of 100001 bits"):
         load_dump(file_of(tmp_path, data + b"\x85R."))
+    # Copies of sets are made by a function that takes the set's class.
+    with pytest.raises(DumpError, match="a key that is a number of 100001 bits"):
+        load_dump(file_of(tmp_path, b"\x80\x04" + stack_global("copyreg", "__newobj__") + data[2:] + b"\x86R."))
 
 
 COLLIDING = [PRIME * number for number in range(1, 100_000)]

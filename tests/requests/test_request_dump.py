@@ -37,6 +37,7 @@ from graftlab.requests import (
     pickling,
     writing,
 )
+from graftlab.requests import dump as dump_module
 from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
 
 
@@ -549,6 +550,36 @@ def test_a_repr_that_raises_or_never_ends_is_no_obstacle(dumper: RequestDumper) 
     assert "Silent" in found["silent"]
     assert "no repr either" in found["silent"]
     assert len(found["long"]) < 20_000
+
+
+def test_a_tensor_without_memory_is_kept_as_one(dumper: RequestDumper) -> None:
+    add(dumper, "a", shape=torch.ones(3, device="meta"))
+    dump = only_dump(dumper)
+    assert dump["dropped"] == []
+    assert "meta" in repr(dump["requests"][0].request["shape"])
+
+
+def test_a_request_that_changes_while_it_is_taken_apart_is_kept(dumper: RequestDumper) -> None:
+    request: dict[str, Any] = {"rid": "a"}
+
+    class Adds(_Refuses):
+        def __repr__(self) -> str:
+            request[f"more {len(request)}"] = 1
+            return "<adds>"
+
+    request["thing"] = Adds(ValueError())
+    assert dumper.add(request, None, 0.0, 1.0)
+    found = only_dump(dumper)["requests"][0].request
+    assert (found["rid"], found["thing"]) == ("a", "<adds>")
+
+
+def test_a_closed_dumper_is_not_held_until_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    monkeypatch.setattr(dump_module, "atexit", types.SimpleNamespace(register=held.append, unregister=held.remove))
+    dumper = RequestDumper(tmp_path)
+    assert held == [dumper.close]
+    assert dumper.close()
+    assert held == []
 
 
 def test_tensors_take_only_their_own_bytes_along(dumper: RequestDumper) -> None:

@@ -354,3 +354,17 @@ def test_a_segment_is_long_by_its_requests_its_bytes_or_its_age(
     assert segment.is_long
     segment.remove()
     assert not segment.path.exists()
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.write
+    monkeypatch.setattr(journals.os, "write", lambda descriptor, data: whole(descriptor, data[:100]))
+    found = read_journal(Path("x"), segment(tmp_path, 2), pickle.loads)
+    assert ([each[0]["rid"] for each in found["requests"]], found["dropped"]) == (["0", "1"], [])
+
+
+def test_a_journal_that_ended_before_its_first_frame_is_known_by_its_name() -> None:
+    for data in (b"", MAGIC[:2]):
+        assert journals.is_journal(Path(f"a{SUFFIX}"), data)
+        assert not journals.is_journal(Path("a.pkl"), data)
+    assert not journals.is_journal(Path(f"a{SUFFIX}"), b"else")

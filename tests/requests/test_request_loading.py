@@ -95,6 +95,7 @@ ARRAYS = [
     np.array(["a", "bcd"]),
     np.array([b"x", b"yz"]),
     np.array([1, None, {"a": [2]}], dtype=object),
+    np.array([[1, None, "a"], [2, {}, "b"]], dtype=object).T,
     np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
     np.array([3], dtype="timedelta64[25us]"),
     np.array([(1.5, 2)], dtype=[("a", ">f4"), ("b", "i8")]),
@@ -117,8 +118,9 @@ def test_numpy_arrays_come_back(index: int, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_numpy_scalars_and_dtypes_come_back(protocol: int) -> None:
-    found = read([np.float32(1.5), np.int64(-3), np.dtype(">f8"), np.dtype("f8"), np.dtype(">f8")], protocol)
-    assert found == [1.5, -3, np.dtype(">f8"), np.dtype("f8"), np.dtype(">f8")]
+    big = np.dtype(">f8")
+    found = read([np.float32(1.5), np.int64(-3), big, np.dtype("f8"), np.dtype(">f8"), big], protocol)
+    assert found == [1.5, -3, big, np.dtype("f8"), big, big]
     assert type(found[0]) is np.float32
 
 
@@ -535,7 +537,8 @@ def test_a_storage_that_differs_from_what_torch_writes_is_not_read(old: bytes, n
     assert type(read(_Reduces(torch.storage._load_from_bytes, (data,)))) is torch.TypedStorage
     changed = data.replace(old, new, 1)
     assert changed != data
-    assert type(read(_Reduces(torch.storage._load_from_bytes, (changed,)))) is Opaque
+    for wrong in (changed, data + b"x"):
+        assert type(read(_Reduces(torch.storage._load_from_bytes, (wrong,)))) is Opaque
 
 
 def test_a_tensor_that_is_lazily_negative_is_not_read_with_the_wrong_sign() -> None:
@@ -659,6 +662,19 @@ def test_any_bytes_are_read_or_refused_and_nothing_else(noise: bytes, at: int) -
             assert 0 <= error.offset <= len(mixed)  # noqa: PT017
 
 
+def test_the_requests_of_a_cut_file_are_found_behind_arrays(tmp_path: Path) -> None:
+    data = pickle.dumps({"server_args": np.ones(2), "requests": [({"rid": "a"}, {}, 1.0, 2.0)], "more": 1})
+    (tmp_path / "cut.pkl").write_bytes(data[:-4])
+    with pytest.raises(DumpError) as raised:
+        load_dump(tmp_path / "cut.pkl")
+    assert [record.rid for record in raised.value.requests] == ["a"]
+
+
+def test_a_tuple_of_more_than_there_is_is_refused() -> None:
+    with pytest.raises(PickleReadError, match="it pops more than it pushed"):
+        PickleReader().read(b"\x80\x04N\x86.")
+
+
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_dump(tmp_path / "nothing")
@@ -749,7 +765,7 @@ def test_the_id_beside_a_request_of_an_unknown_class_is_kept(tmp_path: Path) -> 
 def test_an_unrecognised_record_is_an_error_that_carries_the_other_records(
     record: tuple[Any, ...], why: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DumpError, match=rf"number 1: .*{why}") as raised:
+    with pytest.raises(DumpError, match=rf"number 1: .*{why}.* \(1 of 2\); the others") as raised:
         loaded(tmp_path, (REQUEST, RESPONSE, 1.0, 2.0), record)
     assert raised.value.requests == [RecordedRequest(REQUEST, RESPONSE, 1.0, 2.0)]
 

@@ -75,6 +75,23 @@ def test_checksums_are_appended_replaced_and_continued_after_the_end(tmp_path: P
     assert path.read_bytes() == (4).to_bytes(8, "little") + sums_of([b"other", b"b", b"c", b"d"])
 
 
+def test_checksums_that_a_full_disk_refused_are_kept_with_those_of_the_same_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = SumsWriter(tmp_path)
+    writer.begin(0, b"header")
+    writer.write([b"a", b"b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_flush", full)
+        writer.write([b"c"])
+    writer.begin(1, b"other", dropped=2)
+    writer.close()
+    assert (tmp_path / SUMS_FILE).read_bytes() == (1).to_bytes(8, "little") + sums_of([b"other", b"b", b"c"])
+
+
 def test_checksums_refused_by_a_full_disk_are_written_with_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,9 @@ def test_the_newest_rows_are_read_first_during_a_flood(tmp_path: Path) -> None:
 def test_each_rank_of_a_tap_has_its_own_newest_row(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(0, 0, rank)) for rank in range(3)])
-    assert [found.rank for found in LiveTaps(store).look()] == [0, 1, 2]
+    store.append([encode(row(0, 0, 1)._replace(side="baseline"))])
+    found = sorted((found.side, found.rank) for found in LiveTaps(store).look())
+    assert found == [("baseline", 1), ("target", 0), ("target", 1), ("target", 2)]
     store.close()
 
 

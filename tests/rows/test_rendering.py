@@ -89,7 +89,10 @@ def test_a_frame_without_its_columns_is_shown_as_plain_pandas() -> None:
     assert isinstance(frame[frame["rel_l2"] > 0.1], RowsFrame)
     assert type(frame.full()) is pd.DataFrame
     part = frame[["name", "rel_l2"]]
-    assert part._repr_html_() == pd.DataFrame(part)._repr_html_()
+    twice = pd.concat([frame, frame[["name"]]], axis=1)
+    for each in (part, twice):
+        assert isinstance(each, RowsFrame)
+        assert each._repr_html_() == pd.DataFrame(each)._repr_html_()
     assert frame.groupby("name")["rel_l2"].max().to_dict() == {"h": 0.5}
     pd.testing.assert_frame_equal(pickle.loads(pickle.dumps(frame)), frame)
     assert "no rows" in frame.iloc[:0]._repr_html_()
@@ -98,10 +101,10 @@ def test_a_frame_without_its_columns_is_shown_as_plain_pandas() -> None:
 def test_columns_that_are_folded_are_counted_and_named() -> None:
     from graftlab.rows.rendering import _folded
 
-    frame = pd.DataFrame({"x": [1, 2], "c": [5, 5], "d": [6, 6], "e": [None, None], "o": [1, 2]})
+    frame = pd.DataFrame({"x": [1, 2], "c": [5, 5], "d": [6, 6], "e": [None, None], "o": [1, 2], "p": [None, 2]})
     assert _folded(frame, {"x"}) == (
-        "<details><summary>4 columns more</summary><div>the same in all: c=5, d=6</div><div>empty: e</div>"
-        "<div>and: o</div></details>"
+        "<details><summary>5 columns more</summary><div>the same in all: c=5, d=6</div><div>empty: e</div>"
+        "<div>and: o, p</div></details>"
     )
     assert _folded(frame[["x"]], {"x"}) == ""
 

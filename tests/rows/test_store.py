@@ -33,7 +33,7 @@ from graftlab.rows import columns, log, moving, parquet
 from graftlab.rows import store as stores
 from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Block, Columns
-from graftlab.rows.encoding import decode, encode
+from graftlab.rows.encoding import decode, decode_lines, encode
 from graftlab.rows.frames import GrowingFrame
 from graftlab.rows.log import ROWS_FILE, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
@@ -121,8 +121,9 @@ def test_a_tag_that_is_called_like_a_column_gets_a_prefix() -> None:
 
 
 def test_a_tag_that_is_called_like_a_prefixed_one_is_not_lost() -> None:
-    frame = to_frame([tagged(error="plain", tag_error="prefixed")])
-    assert sorted(frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]) == ["plain", "prefixed"]
+    given = {"error": "plain", "tag_error": "prefixed", "tag_tag_error": "twice"}
+    frame = to_frame([tagged(**given)])
+    assert sorted(frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]) == sorted(given.values())
 
 
 def test_rows_without_a_measurement_have_no_numbers() -> None:
@@ -393,6 +394,13 @@ def test_numpy_numbers_stay_numbers() -> None:
 def test_lines_that_are_not_rows_are_refused(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own messages
         decode(line)
+
+
+def test_two_rows_in_one_line_are_no_row() -> None:
+    line = encode(row())
+    assert len(decode_lines([line, line])) == 2
+    with pytest.raises(ValueError, match=r"unexpected|Extra data|not a list"):
+        decode_lines([line + b"," + line])
 
 
 # ---- the store and the file -----------------------------------------------------------------------------------------

@@ -134,6 +134,8 @@ def test_a_tag_that_is_replaced_is_replaced_in_that_frame_alone(frame: RowsFrame
         part.at[1, "tags"] = {"mine": 1}
         assert part["tags"].loc[1] == {"mine": 1}
         assert part["tags"].loc[2] == ROWS[2].tags
+        part.at[2, "tags"] = None
+        assert part["tags"].isna().loc[1:3].tolist() == [False, True, False]
     assert whole["tags"].tolist() == frame["tags"].tolist() == [each.tags for each in ROWS]
 
 
