@@ -414,7 +414,7 @@ class _HeldInTurn:
             return None
         if found.compared:
             self._so_far.results.append(ours[0].model)
-        else:
+        elif not trains(held):
             self._judged_by = 0.0
         return self._compared
 

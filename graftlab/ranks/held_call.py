@@ -486,7 +486,7 @@ class HeldCall:
 
     def are_made_of_own(self, samples: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
         """Whether each of these tensors, by their :func:`samples_of`, is made of this call's weights and constants."""
-        own = [own_part(each).detach().cpu() for each in self._read().values()]
+        own = [own_part(each) for each in self._read().values()]
         return [is_made_of(each, own) for each in samples]
 
     def left_in_16_bits(self) -> list[str]:

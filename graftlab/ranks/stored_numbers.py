@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from graftlab.ranks.widening import ReadsOf16Bits, memory_of
+from graftlab.ranks.widening import PLAIN, ReadsOf16Bits, memory_of
 
 # So many rows, or columns, of a tensor tell where it comes from; and so few numbers may be equal by chance.
 _SAMPLES, _LEAST = 8, 4
@@ -30,17 +30,20 @@ def stored_in_16_bits(call: Callable[[], object], known: Iterable[torch.Tensor])
 
 def samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Some rows of a tensor, and some columns, of the shapes ``[n, length]``: by these :func:`is_made_of` knows it."""
-    flat = tensor.detach().cpu()
-    flat = flat[None] if flat.dim() < 2 else flat.flatten(0, -2)
+    numbers = tensor.detach().cpu()
+    flat = numbers.flatten(0, -2) if numbers.dim() > 1 else numbers.reshape(1, -1)
     return [_some(each) for each in (flat, flat.T)]
 
 
 def is_made_of(samples: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> bool:
     """Whether each row, or each column, of these samples is a row or a column of one of the tensors, or begins with one
-    of a single dim. So it is of weights that are stored fused, transposed, or as they are. All are on the CPU.
+    of a single dim. So it is of weights that are stored fused, transposed, or as they are.
+
+    Sparse tensors, and those of classes that are not torch's, are left out.
     """
-    every = [each for each in tensors if each.is_floating_point() and each.dim() and each.numel()]
-    return any(len(rows) > 0 and all(_has(every, row) for row in rows) for rows in samples)
+    plain = [each for each in tensors if type(each) in PLAIN and each.layout == torch.strided]
+    every = [each.detach() for each in plain if each.is_floating_point() and each.dim() and each.numel()]
+    return any(len(rows) > 0 and not len(_left_by(every, rows)) for rows in samples)
 
 
 def _some(rows: torch.Tensor) -> torch.Tensor:
@@ -48,15 +51,19 @@ def _some(rows: torch.Tensor) -> torch.Tensor:
     return rows[places]
 
 
-def _has(tensors: Iterable[torch.Tensor], row: torch.Tensor) -> bool:
+def _left_by(tensors: Iterable[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Those of these rows that none of the tensors has."""
     for tensor in tensors:
-        # The other side may have it in float32.
-        each = tensor.to(row.dtype)
-        whole = each[None] if each.dim() < 2 else each.flatten(0, -2)
-        if each.dim() < 2 and _LEAST <= len(each) <= len(row) and torch.equal(each, row[: len(each)]):
-            return True
-        if len(row) >= _LEAST and any(
-            lines.shape[1] == len(row) and bool((lines == row).all(1).any()) for lines in (whole, whole.T)
-        ):
-            return True
-    return False
+        length = rows.shape[1]
+        if tensor.dim() > 1:
+            whole = tensor.flatten(0, -2)
+            found = [each for each in (whole, whole.T) if each.shape[1] == length >= _LEAST]
+        else:
+            found = [tensor[None]] if _LEAST <= len(tensor) <= length else []
+        for lines in found:
+            # The other side may have it in float32, and on another device.
+            own = lines.to(rows.dtype)
+            beginnings = rows[:, : lines.shape[1]].to(own.device)
+            has = [bool((own == each).all(1).any()) for each in beginnings]
+            rows = rows[~torch.tensor(has, dtype=torch.bool, device="cpu")]
+    return rows

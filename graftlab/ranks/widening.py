@@ -18,7 +18,7 @@ from graftlab.ranks.state_snapshot import own_part
 from graftlab.taps.untraced import UntracedMode
 
 NARROW = (torch.bfloat16, torch.float16)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUDGET = 1 << 30
 """The most bytes of the wide copies on a device whose free memory is unknown."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -45,7 +45,7 @@ class WideTensors:
         if not chosen:
             raise SessionError("no tensor of 16 bits was found")
         for each in chosen.values():
-            known = type(each) in _PLAIN or _is_dtensor(each)
+            known = type(each) in PLAIN or _is_dtensor(each)
             if not known or each.layout != torch.strided:
                 raise SessionError("some tensors are sparse, or of a class that is not torch's")
         parts = [own_part(each) for each in chosen.values()]
@@ -87,7 +87,7 @@ class WideTensors:
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the memory of tensors; nothing for sparse ones, and for classes that are not torch's."""
     parts = (own_part(each) for each in tensors if each.layout == torch.strided)
-    return {each.untyped_storage().data_ptr() for each in parts if type(each) in _PLAIN and each.numel()}
+    return {each.untyped_storage().data_ptr() for each in parts if type(each) in PLAIN and each.numel()}
 
 
 def _refuse_too_large(parts: Iterable[torch.Tensor], sharing: int) -> None:
@@ -231,7 +231,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _of_16_bits(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     """The tensors of 16 bits among these that are more than one number."""
     for each in tensors_in(values):
-        is_plain = type(each) in _PLAIN and each.layout == torch.strided
+        is_plain = type(each) in PLAIN and each.layout == torch.strided
         if is_plain and each.dtype in NARROW and each.dim() and each.numel():
             yield each
 

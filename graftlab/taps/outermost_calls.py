@@ -20,7 +20,7 @@ class OutermostCalls:
     """While installed, calls ``before(module, args, kwargs)`` before each call of a module with parameters that is not
     part of another module's call, and ``after(module, result)`` after it. A context manager.
 
-    The parametrizations of a weight are no such modules. Calls inside such a call run as if nothing were installed,
+    The parametrizations of a weight are no such modules, nor is what they call. Calls inside such a call run as if nothing were installed,
     also those of a generator that it returns. A call in code that is being compiled is not seen, nor is one in a
     backward pass, where checkpointed modules are called again.
     """
@@ -52,17 +52,19 @@ class OutermostCalls:
         """Call the module, and ``before`` it."""
         # Code may have kept `model.__call__` from a time when this was installed, so that alone is no sign of it.
         is_outermost = self._is_installed and not self._is_inside and not is_backward()
-        # It computes a weight, as weight norm does, wherever code reads that, also outside of the model's calls.
-        is_outermost = is_outermost and not isinstance(module, ParametrizationList)
         if not is_outermost or torch.compiler.is_compiling() or next(module.parameters(), None) is None:
             return self._original(module, *args, **kwargs)
+        # It computes a weight, as weight norm does, wherever code reads that, also outside of the model's calls.
+        is_model = not isinstance(module, ParametrizationList)
         # A global pre-hook would not get the named arguments, and would run for each module inside.
         self._set(self._original)
         self._is_inside = True
         try:
-            self._before(module, args, kwargs)
+            if is_model:
+                self._before(module, args, kwargs)
             result = self._original(module, *args, **kwargs)
-            self._after(module, result)
+            if is_model:
+                self._after(module, result)
         finally:
             self._leave()
         return self._inside(result) if isinstance(result, GeneratorType) else result

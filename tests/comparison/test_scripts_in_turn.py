@@ -423,6 +423,15 @@ def test_the_update_after_a_judged_call_is_judged_and_calls_before_it_looked_at(
     assert differ.remarks[0] == "2 calls of Net and 1 update of the weights agree. In update 2 of the weights:"
 
 
+def test_the_update_after_calls_whose_results_cannot_be_compared_is_judged(of_scripts: Callable[..., Compared]) -> None:
+    """As where one side packs its batch, and accumulates the gradients of more calls than are judged."""
+    found = of_scripts(calls=1)
+    found.answers = {"update 1": "differ"}
+    without = torch.empty(0)
+    differ = found.judge([trained(1), trained(2, without), trained(3, without), update(1)])
+    assert (differ.answer, found.judged) == ("differ", ["call 1", "update 1"])
+
+
 def test_updates_after_the_judged_calls_are_judged_too_while_time_lasts(of_scripts: Callable[..., Compared]) -> None:
     found = of_scripts(calls=1)
     found.seconds = 100.0

@@ -28,11 +28,22 @@ Q, K, BIAS, TABLE = drawn(1, 6, 8), drawn(2, 4, 8), drawn(3, 6), drawn(4, 10, 8)
         (torch.cat((Q[:1], TABLE, Q[1:])), False),
         (BIAS + 1, False),
         (Q[:, :3].contiguous(), True),
+        # A single number, as a factor of embeddings, is a constant, and so is an empty table.
+        (torch.tensor(2.0), False),
+        (torch.empty(0), False),
+        (torch.empty(0, 8), False),
     ],
 )
 def test_fused_and_transposed_weights_are_known_and_a_table_is_not(stored: Tensor, is_own: bool) -> None:
     own = [Q, K, BIAS, torch.tensor(2.0), torch.arange(8)]
     assert is_made_of(samples_of(stored.bfloat16()), own) is is_own
+
+
+def test_tensors_that_cannot_be_compared_by_rows_are_left_out_of_what_a_constant_may_be_made_of() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    assert not is_made_of(samples_of(Q.bfloat16()), [Q.to_sparse(), Q.as_subclass(Own), Q.to(torch.complex64)])
 
 
 def test_what_a_call_computes_itself_or_from_what_is_known_is_not_stored() -> None:
