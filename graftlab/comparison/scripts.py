@@ -183,8 +183,9 @@ class _HeldInTurn:
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
-        # By the models, what their calls leave behind under different names.
+        # By the models, what their calls leave behind under different names, of so many calls.
         self._states: dict[tuple[str, str], StatePairs] = defaultdict(StatePairs)
+        self._noted = 0
         self._compared: Comparison
         self._run: Run
 
@@ -218,9 +219,12 @@ class _HeldInTurn:
 
     def _note_call(self, held: HeldUnits) -> None:
         ours, theirs = described_as(held, CallDescription)
-        if self._newest is not None and len(ours) == len(theirs) == 1:
+        number = self._so_far.looked_at
+        # What was left to an update, or left out, has no number, and perhaps did other work on each side.
+        if self._newest is not None and len(ours) == len(theirs) == 1 and number > self._noted:
             one, other = self._newest
-            self._states[one.model, other.model].add(self._so_far.looked_at, one, other)
+            self._states[one.model, other.model].add(number, one, other)
+        self._noted = number
         self._before, self._newest = self._newest, (ours[0], theirs[0])
         self._note_needs(held)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from graftlab.diffs.results import compare_results, is_written, value_in_words
@@ -15,6 +17,8 @@ from graftlab.ranks.call_description import CallDescription
 _LEAST = 8
 # State is differing if it is this many times as far apart as rounding explains, or as it was when it was paired.
 _FAR = 100.0
+# So many numbers of two tensors are compared before all are: each of a model's caches may be that of any layer.
+_SAMPLED = 512
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,11 @@ class StatePairs:
             for path, each in target.plain.items()
             if is_written(path) and path not in baseline.plain and _is_state(each)
         }
+        samples = _Samples(ours)
         for path, value in theirs.items():
             pair = self._pairs.get(path)
             if pair is None or pair.baseline not in ours:
-                self._pair(number, path, value, ours)
+                self._pair(number, path, value, samples.perhaps_near(value))
             elif (apart := _apart(ours[pair.baseline], value)) is not None:
                 if apart > _FAR * max(pair.apart, _floor(ours[pair.baseline], value)):
                     self._differing.setdefault(path, _Differing(pair, path, apart, number))
@@ -88,6 +93,43 @@ class StatePairs:
         if len(near) == 1:
             ((name, apart),) = near.items()
             self._pairs[path] = _Pair(name, apart, number)
+            # It may have differed from another tensor.
+            self._differing.pop(path, None)
+
+
+class _Samples:
+    """Some numbers of each of these tensors, so that most that are far from another tensor are told at once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        named: dict[int, list[str]] = defaultdict(list)
+        for name, each in tensors.items():
+            named[each.numel()].append(name)
+        self._names = dict(named)
+        self._numbers = {n: torch.stack([_sampled(tensors[name]) for name in names]) for n, names in named.items()}
+
+    def perhaps_near(self, value: Tensor) -> dict[str, Tensor]:
+        """The tensors that may be no further from ``value`` than rounding explains."""
+        names = self._names.get(value.numel(), [])
+        if not names:
+            return {}
+        # A part of a difference is no larger than the whole, which is measured by one of the two tensors.
+        apart = (self._numbers[value.numel()] - _sampled(value)).norm(dim=1).tolist()
+        size = float(_wide(value).norm())
+        return {
+            name: self._tensors[name]
+            for name, part in zip(names, apart, strict=True)
+            if part <= 2 * _floor(self._tensors[name], value) * size
+        }
+
+
+def _sampled(value: Tensor) -> Tensor:
+    flat = value.detach().reshape(-1)
+    return _wide(flat[:: max(1, flat.numel() // _SAMPLED)])
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().double().nan_to_num(0, 0, 0)
 
 
 def _is_state(value: Tensor) -> bool:

@@ -20,9 +20,9 @@ class OutermostCalls:
     """While installed, calls ``before(module, args, kwargs)`` before each call of a module with parameters that is not
     part of another module's call, and ``after(module, result)`` after it. A context manager.
 
-    The parametrizations of a weight are no such modules, nor is what they call. Calls inside such a call run as if nothing were installed,
-    also those of a generator that it returns. A call in code that is being compiled is not seen, nor is one in a
-    backward pass, where checkpointed modules are called again.
+    Calls inside such a call run as if nothing were installed, also those of a generator that it returns. The
+    parametrizations of a weight are no such modules, nor is what they call. A call in code that is being compiled is
+    not seen, nor is one in a backward pass, where checkpointed modules are called again.
     """
 
     def __init__(self, before: OnCall, after: OnResult = lambda module, result: None) -> None:

@@ -366,6 +366,21 @@ def test_state_that_an_earlier_call_left_differing_is_said_before_what_is_named(
     assert of_scripts().judge(ours, theirs).answer == "agree"
 
 
+def test_state_after_a_call_that_was_left_to_an_update_is_not_paired(of_scripts: Callable[..., Compared]) -> None:
+    """It has no number among those that are compared, and perhaps did other work on each side."""
+    left = [torch.arange(8.0) + number for number in range(5)]
+    ours = [{"['state']": each} for each in left]
+    theirs = [{written_path("args[1]"): each * (1 + (number == 3))} for number, each in enumerate(left)]
+    found = of_scripts()
+    found.answers = {"call 1": "differ", "call 2": "differ", "call 4": "differ"}
+    differ = found.judge(
+        [trained(1, plain=ours[1]), call(2, plain=ours[2]), update(1), *(call(n, plain=ours[n]) for n in (3, 4))],
+        [call(1, plain=theirs[1]), trained(2, plain=theirs[2]), update(1), *(call(n, plain=theirs[n]) for n in (3, 4))],
+    )
+    assert found.judged == ["call 1", "call 2", "update 1", "call 3", "call 4"]
+    assert [each for each in differ.remarks if "State differs" in each] == []
+
+
 def test_a_tie_does_not_clear_an_earlier_call_that_was_undecided(
     monkeypatch: pytest.MonkeyPatch, of_scripts: Callable[..., Compared]
 ) -> None:

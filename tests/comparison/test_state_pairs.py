@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from graftlab.comparison import state_pairs
 from graftlab.comparison.state_pairs import StatePairs
-from graftlab.diffs.results import written_path
+from graftlab.diffs.results import compare_results, written_path
 from graftlab.ranks.call_description import CallDescription
 
 STATE = written_path("args[1][0]")
@@ -74,3 +75,30 @@ def test_state_that_agrees_again_or_moves_by_rounding_is_not_named() -> None:
     far = {CACHE: drawn(3, 4, 8)}, {STATE: drawn(3, 4, 8) * 2}
     longer = {CACHE: drawn(3, 5, 8)}, {STATE: drawn(3, 4, 8) * 2}
     assert after(first, near) == after(first, far, first) == after(first, longer) == []
+
+
+def test_state_that_agrees_with_another_tensor_later_is_not_named() -> None:
+    first = {CACHE: drawn(1, 4, 8)}, {STATE: drawn(1, 4, 8)}
+    far = {CACHE: drawn(2, 4, 8)}, {STATE: drawn(2, 4, 8) * 2}
+    renamed = {"['cache'].layers[1]": drawn(3, 4, 8)}, {STATE: drawn(3, 4, 8)}
+    assert after(first, far)
+    assert after(first, far, renamed) == []
+
+
+def test_only_state_whose_samples_are_near_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a model's caches may be that of any layer, and all are compared after each call."""
+    compared: list[Tensor] = []
+
+    def compare(one: Tensor, other: Tensor, *, matched: bool) -> object:
+        compared.append(one)
+        return compare_results(one, other, matched=matched)
+
+    monkeypatch.setattr(state_pairs, "compare_results", compare)
+    ours = {f"['cache'].layers[{layer}]": drawn(layer, 1, 40, 50) for layer in range(6)}
+    ours["['mask']"] = torch.full((40, 50), -torch.inf).triu(1) + 1
+    theirs = {written_path(path): each[0] if each.dim() == 3 else each for path, each in ours.items()}
+    theirs = {path: each.bfloat16() for path, each in theirs.items()}
+    later = {path: each * 4 for path, each in theirs.items()}
+    (sentence,) = after((ours, theirs), (ours, later))
+    assert "; so do 6 more" in sentence
+    assert len(compared) == 2 * len(ours)
