@@ -396,7 +396,7 @@ class HeldCall:
         read = self._read()
         given = self._given(read, numbers, rounded, kept, rounded_otherwise)
         try:
-            self._wide = WideTensors(read.values(), given, sharing)
+            self._wide = WideTensors(read.values(), given, sharing, self._unwritten)
         except SessionError as error:
             return str(error)
         self._snapshot = self._taken()
@@ -458,11 +458,12 @@ class HeldCall:
         read = self._read()
         if given := self._given(read, numbers, rounded, kept, rounded_otherwise):
             chosen = [each for each in read.values() if id(each) in given]
-            if not memory_of(chosen).isdisjoint(memory_of(each for each in read.values() if id(each) not in given)):
+            others = [each for each in read.values() if id(each) not in {*given, *self._unwritten}]
+            if not memory_of(chosen).isdisjoint(memory_of(others)):
                 # A write into one of two views must reach the other, and so must what is given.
                 return "some tensors share their memory"
             try:
-                self._wide = WideTensors(chosen, given)
+                self._wide = WideTensors(chosen, given, unwritten=self._unwritten)
             except SessionError as error:
                 return str(error)
             self._snapshot = self._taken()
@@ -483,6 +484,11 @@ class HeldCall:
         unchanged = numbers if self._float32 is None else self._float32.known(self._kind, numbers).unchanged
         stored = {path: each.detach() for path, each in self._stored.items()}
         return {**{path: each for path, each in numbers.items() if path in unchanged}, **stored}
+
+    @property
+    def _unwritten(self) -> set[int]:
+        """The ids of tensors that code holds and that no call writes to, such as two views of one table."""
+        return {id(each) for each in self._stored.values()}
 
     def are_made_of_own(self, samples: Sequence[Sequence[torch.Tensor]]) -> list[bool]:
         """Whether each of these tensors, by their :func:`samples_of`, is made of this call's weights and constants."""

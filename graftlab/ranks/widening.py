@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +31,18 @@ class WideTensors:
     """The 16-bit tensors among these, widened in place to float32 until :meth:`narrow`.
 
     ``numbers`` are values that replace those of a tensor, by its id; they may be of tensors with more bits. They take
-    at most half of the free memory, divided by the ``sharing`` processes that do the same at this moment.
+    at most half of the free memory, divided by the ``sharing`` processes that do the same at this moment. Tensors whose
+    ids are ``unwritten`` may share memory with each other.
 
     Raises :class:`SessionError`, and changes nothing, if the results might differ or it takes too much memory.
     """
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], numbers: Mapping[int, torch.Tensor] | None = None, sharing: int = 1
+        self,
+        tensors: Iterable[torch.Tensor],
+        numbers: Mapping[int, torch.Tensor] | None = None,
+        sharing: int = 1,
+        unwritten: Collection[int] = (),
     ) -> None:
         numbers = numbers or {}
         chosen = {id(each): each for each in tensors if each.dtype in NARROW or id(each) in numbers}
@@ -50,7 +55,8 @@ class WideTensors:
                 raise SessionError("some tensors are sparse, or of a class that is not torch's")
         parts = [own_part(each) for each in chosen.values()]
         # A write into one of two views must reach the other.
-        if len(memory_of(parts)) < sum(1 for part in parts if part.numel()):
+        written = [own_part(each) for key, each in chosen.items() if key not in unwritten]
+        if len(memory_of(written)) < sum(1 for part in written if part.numel()):
             raise SessionError("some tensors share their memory")
         _refuse_too_large(parts, sharing)
         try:

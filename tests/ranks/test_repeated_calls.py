@@ -682,6 +682,23 @@ def test_numbers_of_16_bits_that_code_holds_are_constants_and_can_be_moved() -> 
     assert held.are_made_of_own([samples_of(torch.cat((weight, weight)).T), samples_of(weight + 1)]) == [False, False]
 
 
+def test_views_of_a_table_that_code_holds_can_be_moved() -> None:
+    """Such as cosines and sines that were computed as one."""
+    model, x = net().bfloat16(), torch.ones(2, dtype=torch.bfloat16)
+    cosines, sines = (torch.arange(1.0, 5).view(2, 2) / 3).bfloat16().unbind()
+    held = of(lambda: model(x * cosines + sines), model, x=x)
+    names = ["a bfloat16[2] of no module or argument", "a bfloat16[2] of no module or argument (2)"]
+    assert [*held.constants()] == names
+    plain = held()[""]
+    for moved in (names, names[:1]):
+        assert held.widen({}, {}, rounded_otherwise=moved) is None
+        held.narrow()
+        assert held.widen_operators(rounded_otherwise=moved) is None
+        assert not torch.equal(held()[""], plain)
+        held.narrow()
+    assert torch.equal(held()[""], plain)
+
+
 def test_too_many_constants_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     model.table = torch.ones(2)  # type: ignore[assignment]
