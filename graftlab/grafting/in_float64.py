@@ -107,7 +107,7 @@ class _Float64Mode(UntracedMode):
             return func(*args, **kwargs)
         schema = func._schema
         if schema.is_mutable:
-            return func(*_fitting(args, written := _written(schema, args, kwargs)), **_fitting(kwargs, written))
+            return func(*_fitting(args, written := _written(func, args, kwargs)), **_fitting(kwargs, written))
         # A gradient that autograd rounds to a weight's dtype must have that dtype.
         moves = func in MOVES or (func is torch.ops.aten._to_copy.default and is_backward())
         if returns_views(func) or moves or torch.Tag.nondeterministic_seeded in func.tags:
@@ -191,15 +191,19 @@ def _wide(value: Any) -> Any:
     return value
 
 
-def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the floating-point dtype of the arguments that an operator writes into; None if there is none."""
+def written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the arguments that an operator writes into."""
+    schema = func._schema
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in tensors_in(given.get(argument.name)):
-                if value.dtype in _FLOATING:
-                    return value.dtype
-    return None
+            yield from tensors_in(given.get(argument.name))
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the floating-point dtype of the arguments that an operator writes into; None if there is none."""
+    found = written_tensors(func, args, kwargs)
+    return next((each.dtype for each in found if each.dtype in _FLOATING), None)
 
 
 def _fitting(value: Any, dtype: torch.dtype | None) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from graftlab.base.free_memory import free_bytes
 from graftlab.errors import SessionError
-from graftlab.grafting.in_float64 import MOVES, returns_views, tensors_in
+from graftlab.grafting.in_float64 import MOVES, returns_views, tensors_in, written_tensors
 from graftlab.grafting.self_graft import is_mask
 from graftlab.ranks.state_snapshot import own_part
 from graftlab.taps.untraced import UntracedMode
@@ -217,7 +217,8 @@ class ReadsOf16Bits(UntracedMode):
             self._of_stored.update(arranged)
             return result
         made = {_address(each) for each in _of_16_bits([result])}
-        self._written |= made
+        # Operators of other libraries return nothing of what they write to, such as a cache.
+        self._written |= made | {_address(each) for each in _of_16_bits([*written_tensors(func, args, kwargs)])}
         if of_stored:
             if func in MOVES:
                 # Memory may have been that of another tensor.

@@ -55,3 +55,18 @@ def test_what_a_call_computes_itself_or_from_what_is_known_is_not_stored() -> No
     other = K.bfloat16().repeat(2, 1)[:6].clone()
     assert [*stored_in_16_bits(lambda: held + other, [])] == names
     assert stored_in_16_bits(lambda: TABLE.bfloat16() * 2, []) == {}
+
+
+def test_what_an_operator_of_another_library_writes_to_is_not_stored() -> None:
+    @torch.library.custom_op("graftlab_tests::put", mutates_args=("cache",))
+    def put(cache: Tensor, x: Tensor) -> None:
+        cache[:] = x
+
+    cache, held, x = (torch.ones(4, 2).bfloat16() for _ in range(3))
+
+    def call() -> Tensor:
+        put(cache, x * 3)
+        return cache * held
+
+    (found,) = stored_in_16_bits(call, [x]).values()
+    assert found is held
