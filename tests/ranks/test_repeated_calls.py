@@ -21,7 +21,7 @@ from graftlab.diffs.results import NamedTensors, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call, holding
-from graftlab.ranks.autocast import no_autocast
+from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice, arguments_by_name
@@ -762,6 +762,19 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert model(x).count_nonzero() == 0
         assert before.count_nonzero() == 2
         assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_autocasts_cache_is_as_before_afterwards(is_enabled: bool) -> None:
+    before = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(is_enabled)
+        with pytest.raises(KeyError), no_autocast_cache():
+            assert not torch.is_autocast_cache_enabled()
+            raise KeyError
+        assert torch.is_autocast_cache_enabled() is is_enabled
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def test_autocast_is_left_on_the_devices_that_have_it() -> None:
