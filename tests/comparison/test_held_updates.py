@@ -244,7 +244,8 @@ def test_losses_are_compared_beside_a_reduction_that_a_step_may_make() -> None:
     rows = [row("w", rank, parts[0] + parts[1], part) for rank, part in enumerate(parts)]
     found = judge_gradients(rows, [whole], ranks, {})
     assert found.parts == 2
-    assert found.losses.startswith("The gradients agree, and the losses from which the backward passes begin differ: 2.5")
+    said = "The gradients agree, and the losses from which the backward passes begin differ: 2.5"
+    assert found.losses.startswith(said)
 
 
 def test_a_gradient_that_cannot_be_added_up_does_not_hide_a_missing_reduction() -> None:
@@ -992,6 +993,9 @@ def test_pairs_of_calls_give_way_to_equal_names_of_weights_in_an_update() -> Non
     pairs = [PairRule("model.w", "w"), PairRule("model.v", "v"), PairRule("model.norm", "norm")]
     assert _with_names_of_updates(pairs, ours, whole) == pairs[2:]
     assert _with_names_of_updates(pairs, ours, of_part) == pairs
+    # A weight of calls that no update of the target has keeps its pair.
+    only_ours = [PairRule("head", "out")]
+    assert _with_names_of_updates(only_ours, ours, of_part) == only_ours
 
 
 def test_the_settings_of_a_weight_that_one_side_has_fused_are_those_of_the_whole() -> None:

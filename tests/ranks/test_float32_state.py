@@ -56,7 +56,7 @@ def test_caches_that_a_script_gives_to_its_calls_in_turn_are_known() -> None:
     assert torch.equal(state.values({"cache": OWN + 1})["cache"], WIDE + 1)
 
 
-def test_the_newest_of_equal_states_is_known_and_the_first_of_each_model_is_as_before() -> None:
+def test_the_newest_of_equal_states_is_known_and_each_models_first() -> None:
     state = confirmed()
     # The script writes the same values in 16 bits to the cache again.
     state.note({"cache": WIDE + 1e-4})
