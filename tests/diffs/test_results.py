@@ -445,9 +445,7 @@ def test_imaginary_parts_and_whole_numbers_beyond_float64_count() -> None:
         (0.0, 0.0, 1e-3),
     ],
 )
-def test_a_result_is_rounded_by_at_least_one_unit(
-    moved: float, exact: float, expected: float
-) -> None:
+def test_a_result_is_rounded_by_at_least_one_unit(moved: float, exact: float, expected: float) -> None:
     assert ResultFloor(moved, exact, 1e-3, [], None).rel_l2 == pytest.approx(expected)
 
 
