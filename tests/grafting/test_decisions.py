@@ -102,13 +102,13 @@ def test_tap_that_a_different_rank_may_use_still_has_a_decision() -> None:
     assert made(compare="tp_rank == 0").of(asked(tp_rank=1)) is not None
 
 
-def test_a_tap_of_which_only_a_further_pair_is_wanted_has_a_decision() -> None:
+def test_a_tap_has_a_decision_if_only_a_later_pair_has_an_action() -> None:
     decision = made(pairs=[("a", "h"), ("b", "h")], compare="baseline_name == 'b'").of(asked())
     assert decision is not None
     assert [each.action for each in (decision, *decision.others)] == [Action(), Action("b2t")]
 
 
-def test_a_side_needs_the_rows_of_its_own_taps() -> None:
+def test_rows_are_kept_by_the_names_of_each_side() -> None:
     rows, rule = BatchRows(), PairRule("h", "x", "rows(of='ids', into='tokens')", "baseline")
     for name in ("ids", "tokens", "other"):
         rows.show(name, torch.arange(3), ())

@@ -334,7 +334,7 @@ def test_a_tap_in_several_pairs_has_the_action_with_the_largest_effect() -> None
     assert own.graft
 
 
-def test_a_call_that_is_in_no_pair_is_told_by_the_side_that_reaches_it() -> None:
+def test_a_call_in_no_pair_has_a_row_on_its_side() -> None:
     sending = GrafterWorld(pairs=[("drop#1", "drop.1")])
     receiving = GrafterWorld(pairs=[("drop.1", "drop#1")])
     sending.baseline.tap("drop", 1.0)

@@ -127,7 +127,7 @@ def test_weights_and_optimizer_state_are_never_grafted(monkeypatch: pytest.Monke
         tap("w", weight, kind="param", updated=True)
         tap("w.exp_avg", state, kind="optimizer", updated=True)
         with gl.tags(kind="optimizer"):
-            tap("w.exp_avg_sq", state)
+            tap("w.exp_avg_sq", state, updated=True)
             # A tap's own tag comes first.
             tap("x", value, kind="grad")
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -549,6 +550,7 @@ def test_long_lists_are_cut_in_words() -> None:
 def test_attention_draws_numbers_if_it_drops_out() -> None:
     attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
     q = drawn(1, 1, 2, 8)
+    given: list[tuple[Any, tuple[Any, ...]]]
     given = [(attention, (q, q, q, None, False, rate)) for rate in (0.0, 0.5)]
     given += [(torch.ops.aten.rand_like.default, (q,)), (torch.ops.aten.exp.default, (q,))]
     assert [signature_of(func).draws(args, {}) for func, args in given] == [False, True, True, False]

@@ -302,7 +302,7 @@ def test_tags_are_named_before_the_step_and_no_line_leads_from_one_step_to_the_n
     assert np.isnan(line.get_ydata()).tolist() == [False] * 3 + [True] + [False] * 3
 
 
-def test_taps_of_runs_with_different_tags_are_told_apart_by_all_of_them() -> None:
+def test_labels_have_the_tags_of_all_runs() -> None:
     figure = plots.divergence([frame(row("h", first=1, last=2)), frame(row("h", last=3))])
     assert sorted(tick_labels(figure)) == ["h first=1 last=2", "h last=3"]
 

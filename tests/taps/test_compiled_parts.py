@@ -74,7 +74,7 @@ def test_only_a_compilation_ahead_of_time_is_taken_for_one(
     assert compiled._is_for_aot_inductor() is False
 
 
-def test_each_set_of_names_is_a_choice_of_its_own_and_the_one_before_returns() -> None:
+def test_each_set_of_names_has_a_choice_that_ends_with_its_block() -> None:
     before = compiled._choice
     chosen = []
     for names in (("a",), ("b", "c"), ("a",)):
