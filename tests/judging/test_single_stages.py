@@ -182,9 +182,9 @@ def test_weights_that_differ_by_little_are_no_difference_of_functions_alone(
     monkeypatch.setattr(judgement, "nearly_equal_weights", lambda compared, threshold: "nearly equal")
     weights = [f"{BEGINNINGS['param']}: w. {BELOW}"]
 
-    def said(unexplained: Sequence[str] = (), lent: LentWeights = LentWeights(), **more: Any) -> list[str]:
+    def said(unexplained: Sequence[str] = (), lent: LentWeights | None = None, **more: Any) -> list[str]:
         made.naming = naming((), **{"data": [*weights], **more})
-        evidence = replace(made.evidence, weights=lent)
+        evidence = replace(made.evidence, weights=lent or LentWeights())
         found = Judgement(made.runs)._nearly_equal_weights(evidence, made.naming, unexplained)
         # The sentence replaces the one on the weights.
         assert made.naming.data == ([] if found else more.get("data", weights))
