@@ -141,7 +141,7 @@ def test_a_callback_that_raises_keeps_no_client_waiting(
     assert thread.alive
 
 
-def test_a_thread_that_stops_ends_what_is_live_and_takes_no_more(thread: EngineThread, steps: Steps) -> None:
+def test_a_thread_that_stops_ends_its_requests_and_refuses_others(thread: EngineThread, steps: Steps) -> None:
     future = thread.submit(request("a"))
     steps.free()
     assert thread.stop(DEADLINE)
