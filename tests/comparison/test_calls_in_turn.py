@@ -43,7 +43,8 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
 def test_a_call_that_differs_after_an_update_judged_in_part_may_inherit_that() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._so_far.models = ["Net", "Net"]
-    differs = Comparison(Findings(pd.DataFrame(), 5.0, 1), 1, turns._session, None, "differ")
+    frame = pd.DataFrame({"group": ["fc"], "label": ["culprit"]})
+    differs = Comparison(Findings(frame, 5.0, 1), 1, turns._session, None, "differ")
     for number in (1, 2, 4):
         turns._so_far.undecided_updates[number] = differs
     before = "or before it in updates 1-2, 4, which can only be judged in part"
