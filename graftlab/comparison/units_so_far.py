@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graftlab.base.text import counted, listed
+from graftlab.base.text import counted, listed, numbered
 from graftlab.comparison.answers import Comparison
 from graftlab.comparison.held_units import PartOfModel
 from graftlab.judging.unmeasured import BEGIN_INPUT
@@ -167,7 +167,12 @@ class UnitsSoFar:
                 f"Before call {number}, of {self.models[-1]}, its inputs differ, and {before}: the "
                 "scripts' own code between the calls differs, or rounding has flipped a choice, such as a token."
             )
-        return f"In call {number}, of {self.models[-1]}:"
+        before = ""
+        if self.undecided_updates:
+            # Weights that were not compared in it may differ since.
+            updates = numbered("update", [*self.undecided_updates])
+            before = f", or before it in {updates}, which can only be judged in part"
+        return f"In call {number}, of {self.models[-1]}{before}:"
 
 
 def followed_by(compared: Comparison, remarks: Sequence[str]) -> Comparison:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import textwrap
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from graftlab.base.sources import literal, parse
@@ -35,12 +37,67 @@ def source_to_share(spec: TransformSpec) -> str:
     definition = _definition(written)
     if definition is None:
         raise _cannot(spec, "several functions begin on its line; define it with def")
-    read = inspect.getclosurevars(function)
-    lines = [_assigned(spec, name, value) for name, value in {**read.globals, **read.nonlocals}.items()]
+    read = {name: function.__globals__[name] for name in _read_in(function.__code__) if name in function.__globals__}
+    read |= inspect.getclosurevars(function).nonlocals
+    lines = [_assigned(spec, name, value) for name, value in read.items()]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if function.__closure__ is None and not all(_is_plain(value) for value in defaults):
         raise _cannot(spec, "the default of a parameter is not a plain value; compute it in the function")
+    definition = _with_values(definition, function)
+    if _names_in(_annotations_of(definition)) - _GIVEN - {*read}:
+        lines.insert(0, "from __future__ import annotations")
     return "\n".join([*(line for line in lines if line), definition])
+
+
+def _read_in(code: types.CodeType) -> Iterator[str]:
+    """The global names that a function reads, also in the functions and comprehensions inside it."""
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield each.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _read_in(inner)
+
+
+def _parsed(definition: str) -> ast.FunctionDef | ast.Lambda:
+    return next(node for node in ast.walk(parse(definition)) if isinstance(node, (ast.FunctionDef, ast.Lambda)))
+
+
+def _annotations_of(definition: str) -> list[ast.expr]:
+    made = _parsed(definition)
+    given = made.args
+    alone = [each for each in (given.vararg, given.kwarg) if each is not None]
+    found = [each.annotation for each in (*given.posonlyargs, *given.args, *given.kwonlyargs, *alone)]
+    found.append(made.returns if isinstance(made, ast.FunctionDef) else None)
+    return [each for each in found if each is not None]
+
+
+def _names_in(expressions: list[ast.expr]) -> set[str]:
+    return {node.id for each in expressions for node in ast.walk(each) if isinstance(node, ast.Name)}
+
+
+def _with_values(definition: str, function: types.FunctionType) -> str:
+    """The definition, with the values of those defaults of its parameters that it reads from its notebook."""
+    given = _parsed(definition).args
+    values = function.__kwdefaults__ or {}
+    defaults = [*zip(given.defaults, function.__defaults__ or (), strict=True)]
+    defaults += [
+        (default, values[each.arg])
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if default is not None
+    ]
+    text = definition.encode()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for default, value in reversed(defaults):
+        if _names_in([default]) and _is_plain(value):
+            assert default.end_lineno is not None
+            assert default.end_col_offset is not None
+            first = starts[default.lineno - 1] + default.col_offset
+            last = starts[default.end_lineno - 1] + default.end_col_offset
+            text = text[:first] + literal(value).encode() + text[last:]
+    return text.decode()
 
 
 def _definition(written: str) -> str | None:

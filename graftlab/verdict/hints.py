@@ -207,7 +207,7 @@ def _number(factor: float) -> str:
     root = factor * abs(factor)
     for below in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         for value, text in ((root * below, "1/sqrt({})"), (root / below, "sqrt({})")):
-            if below > 1 and factor > 0 and abs(value - 1) < 1e-4:
+            if below > 1 and abs(value - 1) < 1e-4:
                 return f"{factor:.4g} = {text.format(below)}"
     return f"{factor:.6g}"
 

@@ -17,6 +17,7 @@ from graftlab.comparison.answers import Answer, Comparison
 from graftlab.comparison.held_units import HeldUnits
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
+from graftlab.comparison.units_so_far import UnitsSoFar
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import ScriptEnd
@@ -37,6 +38,17 @@ def test_buffers_that_calls_write_are_distinguished_from_weights(differing: dict
     findings = Findings(pd.DataFrame(), 5.0, 1, data=["The weights already differ: 0."], weights=differing)
     compared = Comparison(findings, 1, turns._session, None, "differ")
     assert turns._so_far.at_last_call(compared).startswith(text)
+
+
+def test_a_call_that_differs_after_an_update_judged_in_part_may_inherit_that() -> None:
+    turns = _HeldInTurn(cast("Session", None), ScriptChoice())
+    turns._so_far.models = ["Net", "Net"]
+    frame = pd.DataFrame({"group": ["fc"], "label": ["culprit"]})
+    differs = Comparison(Findings(frame, 5.0, 1), 1, turns._session, None, "differ")
+    for number in (1, 2, 4):
+        turns._so_far.undecided_updates[number] = differs
+    before = "or before it in updates 1-2, 4, which can only be judged in part"
+    assert turns._so_far.at_last_call(differs) == f"In call 2, of Net, {before}:"
 
 
 def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
@@ -60,6 +72,24 @@ def test_calls_that_could_not_be_compared_do_not_count_as_agreeing() -> None:
     assert turns.known == "Nothing was judged yet."
     turns._so_far.updates = 3
     assert turns._so_far.agreed() == "3 updates of the weights agree."
+
+
+def test_an_update_agrees_once_all_weights_that_it_left_are_equal() -> None:
+    so_far = UnitsSoFar()
+    left = Comparison(Findings(pd.DataFrame(), 5.0, 1), 1, None, None, "inconclusive", left_to_next_update=("w", "v"))
+
+    def cleared(*equal: str) -> dict[int, Comparison]:
+        so_far.undecided_updates, so_far.updates = {1: left, 2: replace(left, left_to_next_update=())}, 3
+        so_far.clear_updates(replace(left, equal_weights=frozenset(equal)))
+        return so_far.undecided_updates
+
+    assert [*cleared("w", "v", "u")] == [2]
+    for equal in ((), ("w",), ("v", "u")):
+        found = cleared(*equal)
+        assert [*found] == [1, 2]
+        assert found[1].left_to_next_update == ()
+        assert found[1].remarks[-1] == "Before update 3 they differ by more than one rounding."
+        assert found[2].remarks == ()
 
 
 class InTurn(_HeldInTurn):

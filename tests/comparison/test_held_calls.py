@@ -25,7 +25,7 @@ from graftlab.comparison import equal_rows, functions
 from graftlab.comparison.answers import ComparisonStopped, answer_of, known_at
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.held_calls import judge_held_calls, names_pair
-from graftlab.comparison.held_units import HeldUnits, failure_of, other_exit_code
+from graftlab.comparison.held_units import HeldUnits, failure_of, numbers_given, other_exit_code, split_alike
 from graftlab.comparison.other_work import other_batch
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.comparison.sides import command_of, function_in_file, ranks_of_command
@@ -492,6 +492,7 @@ class Ending:
     [
         ((0, 3), 1, "target"),
         ((2, 0), 1, "baseline"),
+        ((2, 3), 1, "target"),
         ((3, 3), 1, None),
         ((0, 1), 2, None),
         # A process that still ends has no exit code to compare.
@@ -504,6 +505,30 @@ def test_exit_codes_that_differ_are_reported(codes: tuple[int | None, ...], rank
     told = other_exit_code(cast("Any", ended))
     assert (told is None) == (said is None)
     assert said is None or str(told).startswith(f"{said} `{said}.py` ended with exit code")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tokens", "ranks", "is_alike"),
+    [
+        ((2, 3), (2, 3), (6, 6), 1, True),
+        ((2, 3), (3, 2), (6, 6), 1, False),
+        # A loss has one shape for any batch.
+        ((), (), (6, 4), 1, False),
+        # Ranks may each have a part of the batch.
+        ((), (), (6, 3), 2, True),
+        ((2, 3), (1, 3), (6, 3), 2, False),
+    ],
+)
+def test_sides_split_a_batch_alike_by_shapes_and_on_one_rank_by_tokens(
+    ours: tuple[int, ...], theirs: tuple[int, ...], tokens: tuple[int, int], ranks: int, is_alike: bool
+) -> None:
+    calls = [
+        CallDescription("Net", 1, False, (), {"": torch.ones(shape)}, {}, whole_numbers={"ids": torch.arange(count)})
+        for shape, count in zip((ours, theirs), tokens, strict=True)
+    ]
+    held = HeldUnits(calls[:1], calls[1:] * ranks)
+    assert split_alike(held) is is_alike
+    assert numbers_given(held) == tokens
 
 
 def test_a_side_has_ended_also_if_a_process_could_not_report_it() -> None:

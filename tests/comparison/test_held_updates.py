@@ -237,6 +237,17 @@ def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: flo
     )
 
 
+def test_losses_are_compared_beside_a_reduction_that_a_step_may_make() -> None:
+    parts = [drawn(0), drawn(1)]
+    ranks = [replace(description({"w": part}), losses=(loss,)) for part, loss in zip(parts, (7.0, 9.0), strict=True)]
+    whole = replace(description({"w": parts[0] + parts[1]}), losses=(2.5,))
+    rows = [row("w", rank, parts[0] + parts[1], part) for rank, part in enumerate(parts)]
+    found = judge_gradients(rows, [whole], ranks, {})
+    assert found.parts == 2
+    said = "The gradients agree, and the losses from which the backward passes begin differ: 2.5"
+    assert found.losses.startswith(said)
+
+
 def test_a_gradient_that_cannot_be_added_up_does_not_hide_a_missing_reduction() -> None:
     whole, parts = drawn(0), [drawn(1), drawn(2)]
     ranks, rows = [], []
@@ -481,6 +492,7 @@ def test_gradients_are_judged_by_those_of_an_agreeing_call() -> None:
         # Most mistakes move more than a quarter of the gradients.
         (0.03, 1.0, 3, torch.bfloat16, {}, False),
         (0.03, 1.0, 4, torch.float32, {}, False),
+        (2e-5, 1.0, 4, torch.float32, {}, False),
         (0.03, 1.0, 4, torch.bfloat16, {"w0": 1e-3}, False),
     ],
 )
@@ -498,6 +510,11 @@ def test_few_gradients_of_16_bits_that_differ_little_may_be_rounded(
     assert bool(found.sentences) is bool(found.named) is not is_rounding
     if is_rounding:
         assert found.rounding.startswith("The gradients of w0 (rel_l2 0.03")
+        # A weight without a gradient is a mistake, which may have moved others.
+        more = replace(description({**ours, "v": ours["w1"]}))
+        beside = judge_gradients(rows, [more], [replace(description(theirs), without_gradient=("v",))], known)
+        assert (beside.rounding, beside.named) == ("", ("w0",))
+        assert beside.sentences[0] == "The target has no gradient for v, and the baseline does."
 
 
 @pytest.mark.parametrize(
@@ -634,6 +651,10 @@ def samples(**tensors: torch.Tensor) -> dict[str, TensorSample]:
 
 
 def test_of_several_gradients_that_differ_the_furthest_comes_first() -> None:
+    lost = {**row("b", 0, drawn(0), drawn(1)), "rel_l2": float("nan"), "nonfinite_differ": True}
+    rows = [row("a", 0, drawn(0), drawn(1)), lost, row("c", 0, drawn(0), drawn(2))]
+    (said, *_) = judge_gradients(rows, [description({})], [description({})], {}).sentences
+    assert said.startswith("The gradients of b (rel_l2 inf), ")
     wrong = {"a": 0.01, "b": 0.3, "c": 0.1}
     ours = {name: drawn(number) for number, name in enumerate(wrong)}
     theirs = {name: ours[name] + size * drawn(9) for name, size in wrong.items()}
@@ -677,6 +698,14 @@ def test_gradients_of_results_differ_by_one_factor_or_by_more(factors: tuple[flo
     theirs = replace(description({"w": 1.5 * whole}), of_results=samples(**scaled))
     found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
     assert any(said in each for each in found.sentences), found.sentences
+    # A scaler's factor is none of the loss.
+    by_scaler = {name: 1024 * each for name, each in scaled.items()}
+    theirs = replace(description({"w": 1.5 * whole}), of_results=samples(**by_scaler), scale=1024.0)
+    of_scaled = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+    if factors != (-1.0, -1.0):
+        assert [each for each in of_scaled.sentences if "results" in each] == [
+            each for each in found.sentences if "results" in each
+        ]
 
 
 def test_the_gradient_of_a_returned_loss_does_not_show_that_the_loss_agrees() -> None:
@@ -690,7 +719,7 @@ def test_the_gradient_of_a_returned_loss_does_not_show_that_the_loss_agrees() ->
     assert not any("results agree" in each for each in found.sentences)
 
 
-@pytest.mark.parametrize("factor", [1.93, 2.0])
+@pytest.mark.parametrize("factor", [1.93, 2.0, 0.5])
 def test_a_single_number_beside_other_results_shows_a_factor_only_if_it_is_a_count(factor: float) -> None:
     """Such as the temperature beside features, of which each rank has its part."""
     whole, count = drawn(0), torch.tensor(3.0)
@@ -702,7 +731,8 @@ def test_a_single_number_beside_other_results_shows_a_factor_only_if_it_is_a_cou
     told = "only those of single numbers were compared (scale: 1.93 times the baseline's)"
     assert any(told in each for each in found.sentences) is (factor == 1.93), found.sentences
     assert any("begin differ: 1 on the baseline, 3 on" in each for each in found.sentences) is (factor == 1.93)
-    assert any("results are 2 times" in each for each in found.sentences) is (factor == 2.0)
+    is_count = factor != 1.93
+    assert any(f"results are {factor:g} times" in each for each in found.sentences) is is_count, found.sentences
 
 
 def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
@@ -963,6 +993,9 @@ def test_pairs_of_calls_give_way_to_equal_names_of_weights_in_an_update() -> Non
     pairs = [PairRule("model.w", "w"), PairRule("model.v", "v"), PairRule("model.norm", "norm")]
     assert _with_names_of_updates(pairs, ours, whole) == pairs[2:]
     assert _with_names_of_updates(pairs, ours, of_part) == pairs
+    # A weight of calls that no update of the target has keeps its pair.
+    only_ours = [PairRule("head", "out")]
+    assert _with_names_of_updates(only_ours, ours, of_part) == only_ours
 
 
 def test_the_settings_of_a_weight_that_one_side_has_fused_are_those_of_the_whole() -> None:

@@ -300,6 +300,8 @@ def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side
     narrow = [update(elsewhere=each, dtypes={"w": "bfloat16"}) for each in (("w",), ())]
     compared = judged(made, *(narrow if side == "baseline" else reversed(narrow)))
     assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
+    mixed = [update(elsewhere=each, dtypes={"w": "float32", "v": "bfloat16"}) for each in (("w",), ())]
+    assert judged(made, *(mixed if side == "baseline" else reversed(mixed))).left_to_next_update == ()
     both = judged(made, split, split)
     assert (both.answer, both.left_to_next_update) == ("agree", ())
     # Rounding of earlier updates, or a small update that one side has not made.
@@ -439,8 +441,11 @@ def test_values_of_later_calls_stay_named_if_nothing_else_is() -> None:
 
 def test_lines_of_source_are_searched_unless_settings_explain_the_update(made: Any) -> None:
     judged(made)
-    judged(made, update(settings={"lr": {"w": 0.1}}), update(settings={"lr": {"w": 0.2}}))
+    compared = judged(made, update(settings={"lr": {"w": 0.1}}), update(settings={"lr": {"w": 0.2}}))
     assert made.explained == ["lines", False]
+    # They differ also where the update that they make is the same by chance, such as a first step.
+    assert (compared.answer, compared.named) == ("differ", [])
+    assert compared.remarks[0] == "The optimizer's lr is 0.1 on the baseline and 0.2 on the target."
 
 
 def test_settings_are_compared_by_weight_and_said_once() -> None:

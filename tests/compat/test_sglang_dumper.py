@@ -17,8 +17,10 @@ from kit.support import wait_until
 import graftlab as gl
 from graftlab.compat import sglang_dumper
 from graftlab.compat.imports import replace_imports
+from graftlab.compat.module_taps import watch_modules
 from graftlab.compat.sglang_dumper import Dumper
 from graftlab.grafting import active
+from graftlab.taps.watch import ROOT
 
 
 def recorded(folder: Path, show: Any) -> list[dict[str, Any]]:
@@ -34,9 +36,9 @@ def recorded(folder: Path, show: Any) -> list[dict[str, Any]]:
 def test_values_come_with_their_tags_and_the_context_and_steps(tmp_path: Path) -> None:
     def show(dumper: Dumper) -> None:
         dumper.set_ctx(phase="decode", layer_id=3)
-        dumper.dump("hidden", torch.ones(2), save=False, kind_of="mlp")
-        dumper.configure(enable_model_value=True)
         # The context goes before a call's own tags.
+        dumper.dump("hidden", torch.ones(2), save=False, kind_of="mlp", layer_id=1)
+        dumper.configure(enable_model_value=True)
         dumper.dump_model(torch.nn.Linear(1, 1, bias=False), layer_id=1)
         dumper.step()
         dumper.set_ctx(layer_id=None)
@@ -58,6 +60,17 @@ def test_dims_are_the_layout_and_extras_arrive(tmp_path: Path) -> None:
     assert entry.layout is not None
     assert entry.layout.text == "b s h"
     assert extras == {"phase": "prefill"}
+
+
+@pytest.mark.parametrize(("dims_grad", "expected"), [(None, "b s h"), ("b h s", "b h s")])
+def test_a_gradient_has_its_own_layout_or_the_values(tmp_path: Path, dims_grad: str | None, expected: str) -> None:
+    with gl.record(tmp_path):
+        dumper, x = Dumper(), torch.ones(1, 2, 4, requires_grad=True)
+        dumper.configure(enable_grad=True)
+        dumper.dump("x", x, dims="b s h", dims_grad=dims_grad)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+    layouts = {entry.tags.get("kind"): entry.layout for entry, _, _ in gl.Recording(tmp_path).taps(0)}
+    assert {kind: layout and layout.text for kind, layout in layouts.items()} == {None: "b s h", "grad": expected}
 
 
 def test_gradients_and_parameters_are_tapped_where_enabled(tmp_path: Path) -> None:
@@ -212,6 +225,69 @@ def test_modules_have_the_published_names_where_imports_are_replaced(
     assert names[-1] == "non_intrusive__output.logits"
 
 
+class Several(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        return x, None, [x], x
+
+
+def test_the_published_names_number_the_tensors_of_a_result_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
+
+    def show(dumper: Dumper) -> None:
+        model = torch.nn.Sequential(Several())
+        dumper.register_non_intrusive_dumper(model)
+        model[0](torch.ones(1))
+
+    assert [tap["name"] for tap in recorded(tmp_path, show)] == [
+        *("non_intrusive__0.inputs.0", "non_intrusive__0.output.0"),
+        *("non_intrusive__0.output.2.0", "non_intrusive__0.output.1"),
+    ]
+
+
+class Doubling:
+    """In place of a dumper: every tap replaces its tensor by the double."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.context: dict[str, Any] = {}
+        self.seen: list[str] = []
+
+    def show(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(name)
+        return value * 2
+
+    def set_ctx(self, **tags: Any) -> None:
+        self.context.update(tags)
+
+
+def test_a_model_continues_with_what_the_taps_of_its_modules_return(tmp_path: Path) -> None:
+    model, doubling = torch.nn.Sequential(torch.nn.Identity()), Doubling()
+
+    def show(_: Dumper) -> None:
+        watched = watch_modules(doubling, model, core_only=False)
+        results = [model(torch.ones(1)).item(), model.forward(torch.ones(1)).item()]
+        watched.remove()
+        assert (results, model(torch.ones(1)).item()) == ([16, 16], 1)
+
+    with pytest.warns(gl.GraftWarning, match="nothing was recorded"):
+        recorded(tmp_path, show)
+    assert doubling.seen == ["inputs.0", "0.inputs.0", "0", ROOT] * 2
+
+
+def test_a_reset_removes_the_taps_of_watched_models(tmp_path: Path) -> None:
+    def show(dumper: Dumper) -> None:
+        model = torch.nn.Sequential(torch.nn.Identity())
+        dumper.register_non_intrusive_dumper(model)
+        model(torch.ones(1))
+        dumper.reset()
+        model(torch.ones(1))
+
+    assert len(recorded(tmp_path, show)) == 4
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("core", ["positions"] * 3), ("off", [])])
 def test_the_mode_chooses_among_the_taps_of_modules(tmp_path: Path, mode: str, expected: list[str]) -> None:
     def show(dumper: Dumper) -> None:
@@ -289,6 +365,23 @@ def test_imports_are_replaced_without_the_kit(monkeypatch: pytest.MonkeyPatch) -
         importlib.import_module("sglang.srt.server_args")
 
 
+def test_an_installed_kit_keeps_its_other_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "sglang" / "srt" / "debug_utils"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("version = 7\n")
+    (package / "dumper.py").write_text("dumper = None\n")
+    (package / "text.py").write_text("text = 'theirs'\n")
+    monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    replace_imports()
+    assert importlib.import_module("sglang").version == 7
+    assert importlib.import_module("sglang.srt.debug_utils.text").text == "theirs"
+    assert importlib.import_module("sglang.srt.debug_utils.dumper").dumper is sglang_dumper.dumper
+
+
 def test_a_module_that_was_imported_before_is_not_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLAB_COMPAT", "sglang")
     finders = list(sys.meta_path)
@@ -307,6 +400,7 @@ def test_a_module_that_was_imported_before_is_not_replaced_silently(monkeypatch:
 
 def test_the_published_names_can_be_imported() -> None:
     assert sglang_dumper.GraftTransformInput is gl.GraftTransformInput
+    assert sglang_dumper.get_tensor_info(3) == "type=<class 'int'> value=3"
     assert "shape=torch.Size([2, 3]) dtype=torch.bfloat16" in sglang_dumper.get_tensor_info(torch.ones(2, 3).bfloat16())
     assert "min=None" in sglang_dumper.get_tensor_info(torch.ones(0))
     ends = f"x_sample_head={torch.arange(5.0)} x_sample_tail={torch.arange(95.0, 100.0)}"
@@ -314,6 +408,21 @@ def test_the_published_names_can_be_imported() -> None:
     assert sglang_dumper.get_truncated_value((torch.ones(100, 9), "x"))[0].shape == (5, 9)
     # From 200 elements on, as SGLang does.
     assert [sglang_dumper.get_truncated_value(torch.ones(size)).numel() for size in (199, 200)] == [199, 5]
+
+
+def test_defaults_change_only_the_settings_that_the_environment_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUMPER_ENABLE_GRAD", "1")
+    # Another program's variable.
+    monkeypatch.setenv("ENABLE_MODEL_GRAD", "0")
+    dumper = Dumper()
+    dumper.configure_default(enable_grad=False, enable_model_grad=True, non_intrusive_mode="core", grafter_timeout=9)
+    assert dumper.get_state() == {
+        "config": {
+            **{"enable": True, "non_intrusive_mode": "core", "enable_value": True, "enable_grad": True},
+            **{"enable_model_value": False, "enable_model_grad": True, "timeout": 9},
+        },
+        "step": 0,
+    }
 
 
 def test_settings_without_a_meaning_here_are_accepted_and_wrong_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:

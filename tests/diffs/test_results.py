@@ -19,11 +19,13 @@ from torch import Tensor
 from graftlab.diffs import results
 from graftlab.diffs.results import (
     NamedTensors,
+    ResultFloor,
     compare_named,
     compare_results,
     distance,
     named_tensors,
     unit_of,
+    value_in_words,
     values_of_other_shapes,
     with_tensors,
     written_on_one_side,
@@ -316,7 +318,7 @@ def test_logits_of_the_last_position_alone_are_compared_with_the_last_of_all() -
     assert compare_results(torch.ones(2, 2), torch.ones(2, 5, 2)).reshaped
 
 
-def test_of_positions_with_equal_values_the_last_is_meant_and_distances_are_from_the_baseline() -> None:
+def test_of_equal_values_the_last_place_counts_and_distances_are_the_baselines() -> None:
     row = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
     whole = row.expand(2, 5, 8)
     for one, other, rel_l2 in ((row * 1.05, whole, 0.05 / 1.05), ({"x": whole}, row * 1.05, 0.05)):
@@ -429,3 +431,24 @@ def test_imaginary_parts_and_whole_numbers_beyond_float64_count() -> None:
     assert same.rel_l2 == 0
     (kinds,), *_ = compare_results(torch.tensor([1.0, 2.0]), torch.tensor([1 + 0j, 2.0]))
     assert kinds.rel_l2 == 0
+
+
+@pytest.mark.parametrize(
+    ("moved", "exact", "expected"),
+    [
+        (3e-3, 4e-3, 5e-3),
+        (3e-3, math.nan, 3e-3),
+        (math.inf, 4e-3, 4e-3),
+        (math.nan, math.inf, 1e-3),
+        # Rounding is never less than one unit.
+        (1e-5, 1e-5, 1e-3),
+        (0.0, 0.0, 1e-3),
+    ],
+)
+def test_a_result_is_rounded_by_at_least_one_unit(moved: float, exact: float, expected: float) -> None:
+    assert ResultFloor(moved, exact, 1e-3, [], None).rel_l2 == pytest.approx(expected)
+
+
+def test_values_of_a_result_in_words() -> None:
+    words = [value_in_words(path) for path in ("", "['logits']", written_path("cache[0]"))]
+    assert words == ["the returned value", "the returned value ['logits']", "what the call writes to cache[0]"]

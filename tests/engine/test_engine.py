@@ -128,6 +128,7 @@ def test_the_window_is_felt_by_the_workload() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_dtypes_serve_too(dtype: str) -> None:
     tiny = build_model("tiny", dtype=dtype)
+    assert not any(module.training for module in tiny.modules())
     engine = Engine(tiny, max_prefill_tokens=10)
     (response,) = engine.generate(["some text"], max_new_tokens=1)
     with torch.no_grad():
@@ -266,6 +267,11 @@ def test_the_cache_refuses_what_never_fits_and_what_was_given_back() -> None:
     for tokens in (0, 7):
         with pytest.raises(ValueError, match="from 1 to 6"):
             cache.reserve(tokens)
+    wide = KVCache(
+        1, 1, 2, max_requests=1, max_context=4, max_tokens=6, dtype=torch.float32, device=torch.device("cpu")
+    )
+    with pytest.raises(ValueError, match="from 1 to 4"):
+        wide.reserve(5)
     place = cache.reserve(2)
     assert place is not None
     assert cache.table[place.row, :3].tolist() == [*place.slots, PADDING_SLOT]

@@ -18,6 +18,7 @@ import graftlab as gl
 from graftlab.base.tags import identity
 from graftlab.base.world import Place
 from graftlab.grafting import decisions as module
+from graftlab.grafting.batch_rows import BatchRows
 from graftlab.grafting.decisions import (
     Addresses,
     Decisions,
@@ -99,6 +100,21 @@ def test_tap_that_a_different_rank_may_use_still_has_a_decision() -> None:
     assert decision is not None
     assert decision.action == Action()
     assert made(compare="tp_rank == 0").of(asked(tp_rank=1)) is not None
+
+
+def test_a_tap_has_a_decision_if_only_a_later_pair_has_an_action() -> None:
+    decision = made(pairs=[("a", "h"), ("b", "h")], compare="baseline_name == 'b'").of(asked())
+    assert decision is not None
+    assert [each.action for each in (decision, *decision.others)] == [Action(), Action("b2t")]
+
+
+def test_rows_are_kept_by_the_names_of_each_side() -> None:
+    rows, rule = BatchRows(), PairRule("h", "x", "rows(of='ids', into='tokens')", "baseline")
+    for name in ("ids", "tokens", "other"):
+        rows.show(name, torch.arange(3), ())
+    # The whole has the rows of ids, its part those of tokens.
+    assert [{*(rows.of(rule, is_whole, ()) or {})} for is_whole in (True, False)] == [{"ids"}, {"tokens"}]
+    assert rows.of(PairRule("h", "x"), True, ()) is None
 
 
 def test_filters_see_own_and_ambient_tags_with_own_tags_first() -> None:

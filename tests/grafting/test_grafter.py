@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit.grafters import GrafterWorld, Unpackable
+from kit.grafters import GrafterWorld, Sent, Unpackable
 from kit.refusals import exactly
 from torch.utils.checkpoint import checkpoint
 
 import graftlab as gl
 from graftlab.base.world import RunInfo
+from graftlab.grafting.tensors import plain_tensor
 from graftlab.rows.schema import Row
 from graftlab.taps.extras import ExtrasWithLayout
 
@@ -32,7 +33,7 @@ def test_tap_of_both_sides_is_compared_in_one_row() -> None:
     world = GrafterWorld()
     sent = torch.ones(2)
     assert world.baseline.tap("h", sent, layer=3) is sent
-    own = torch.full((2,), 2.0)
+    own = torch.full((2,), 2.0, requires_grad=True)
     assert world.target.tap("h", own, layer=3) is own
     world.end()
     assert told(world.rows) == [("target[0]", "h", "compared")]
@@ -99,6 +100,51 @@ def test_callable_is_called_only_for_a_matched_tap_and_returned_itself() -> None
         lazy = lambda name=name: value(name)  # noqa: E731 - two distinct callables
         assert world.baseline.tap(name, lazy) is lazy
     assert made == ["wanted"]
+
+
+def test_what_is_sent_has_no_graph_and_its_own_extras_without_the_layout() -> None:
+    world = GrafterWorld()
+    extras = {"scale": 2.0}
+    world.baseline.tap("h", torch.ones(2, requires_grad=True), extras=ExtrasWithLayout("shard(dim=0)", extras))
+    world.baseline.tap("k", torch.ones(2), extras=ExtrasWithLayout(None, extras))
+    (first,), (second,) = (of_ranks.values() for of_ranks in world.post.sent.values())
+    assert isinstance(first, Sent)
+    assert isinstance(second, Sent)
+    assert (first.tensor.requires_grad, first.extras.extras, second.extras.extras) == (  # type: ignore[attr-defined]
+        *(False, extras, extras),
+    )
+
+
+def test_a_users_function_inside_a_tap_keeps_other_threads_out_while_it_waits() -> None:
+    world = GrafterWorld()
+    let_go, _ = world.target.exchange.shared
+    found: list[bool] = []
+    world.baseline.tap("h", 1.0)
+    world.target.tap("h", lambda: found.append(let_go()) or torch.ones(2))
+    assert found == [False]
+
+
+def test_grafts_and_tensors_sent_for_them_are_logged_at_the_end_of_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    world = GrafterWorld(b2t="True")
+    with caplog.at_level("INFO", logger="graftlab"):
+        world.baseline.tap("h", 1.0)
+        world.target.tap("h", 1.0)
+        assert not caplog.messages
+        world.step()
+        assert [each.split(" at tap")[0] for each in caplog.messages] == [
+            *("baseline[0] sent b2t", "target[0] grafted b2t")
+        ]
+
+
+def test_numbers_of_every_dtype_travel_unless_several_share_a_byte() -> None:
+    # Without those of the old quantisation and half a complex number, of which torch warns.
+    made = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and "q" not in str(each)}
+    made.discard(torch.complex32)
+    travels = {each for each in made if not isinstance(plain_tensor(torch.empty(2, dtype=each)), str)}
+    left_out = {str(each).removeprefix("torch.") for each in made - travels}
+    whole = {*(torch.int8, torch.int16, torch.int32, torch.int64), *(torch.uint8, torch.uint16, torch.uint32)}
+    assert travels >= {*whole, torch.uint64, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64}
+    assert {"uint4", "int4", "uint1", "bits8"} <= left_out
 
 
 def test_repeated_taps_meet_by_occurrence() -> None:
@@ -280,6 +326,27 @@ def test_action_of_a_tap_can_be_queried_without_calling_it() -> None:
     assert grafter.action("h", {}) is None
 
 
+def test_a_tap_in_several_pairs_has_the_action_with_the_largest_effect() -> None:
+    world = GrafterWorld(pairs=[("a", "h"), ("b", "h")], b2t="baseline_name == 'b'")
+    action = world.target.grafter.action("h", {})
+    assert action is not None
+    assert action.graft
+    (own,) = world.target.grafter.actions_of_side("h", {})
+    assert own.graft
+
+
+def test_a_call_in_no_pair_has_a_row_on_its_side() -> None:
+    sending = GrafterWorld(pairs=[("drop#1", "drop.1")])
+    receiving = GrafterWorld(pairs=[("drop.1", "drop#1")])
+    sending.baseline.tap("drop", 1.0)
+    receiving.target.tap("drop", 1.0)
+    error = "the plan has no pair for this call of 'drop' in the step"
+    assert [(row.status, row.error) for row in (*sending.rows, *receiving.rows)] == [
+        ("unmatched", error),
+        ("missing", error),
+    ]
+
+
 def test_an_era_lasts_as_long_as_actions_stay_as_they_are() -> None:
     world = GrafterWorld()
     grafter = world.target.grafter
@@ -307,6 +374,9 @@ def test_an_era_lasts_as_long_as_actions_stay_as_they_are() -> None:
 def test_taps_do_nothing_outside_runs_and_in_one_sided_runs() -> None:
     world = GrafterWorld()
     world.end()
+    world.target.grafter.step()
+    assert world.target.grafter.next_step == 1
+    assert not world.target.grafter.may_take("h")
     for participants in (None, [0]):
         if participants:
             world.begin(1, 1, participants)
@@ -374,6 +444,8 @@ def test_plan_known_only_to_a_follower_waits_for_the_leader() -> None:
     world.end()
     # Between runs there is nothing to agree upon.
     assert world.target.grafter.plan.version == 1
+    # It is in force from the step that the next run begins with.
+    assert world.target.plans == [(0, 0), (1, 2)]
 
 
 def test_an_edit_that_came_before_an_older_run_begins_is_in_force_from_the_next_step() -> None:
@@ -444,8 +516,12 @@ def test_status_page_shows_the_ranks_position() -> None:
     assert (look.state, look.step, look.taps, look.tap, look.plan_version) == ("running", 0, 1, "h", 0)
     world.target.exchange.on_wait([0])
     assert (page.read().state, page.read().awaits) == ("waiting", (0,))
+    world.target.exchange.on_wait([])
+    assert (page.read().state, page.read().awaits) == ("running", ())
     world.end()
     assert page.read().state == "idle"
+    world.begin(run=1, first_step=1)
+    assert (page.read().step, page.read().tap) == (1, "")
 
 
 # ---- activation checkpointing ---------------------------------------------------------------------------------------
@@ -479,4 +555,15 @@ def test_forward_that_only_one_side_recomputes_has_status_recomputed() -> None:
     assert [(row.status, row.tags["recompute_status"]) for row in world.rows] == [
         ("recomputed", "recompute"),
         ("compared", "original"),
+    ]
+
+
+def test_a_recomputed_tap_that_the_sender_lacks_has_the_reason_as_a_note() -> None:
+    world = GrafterWorld()
+    world.baseline.tap("h", 1.0)
+    world.baseline.grafter.end_run()
+    forward(world, "target", 1.0)
+    assert [(row.status, row.note, row.error) for row in world.rows] == [
+        ("compared", None, None),
+        ("recomputed", "baseline[0] ended the step without this tap", None),
     ]

@@ -121,13 +121,21 @@ def test_what_a_custom_operator_may_round_before_it_writes_is_noted_as_left() ->
     assert coarse.left == {"bfloat16"}
 
 
+def test_what_is_read_in_16_bits_into_a_wide_tensor_is_not_left_so() -> None:
+    weight = torch.ones(2, dtype=torch.bfloat16)
+    with in_float64() as coarse:
+        wide = torch.ones(2) * 2
+        wide.add_(weight)
+    assert (coarse.read, coarse.left, wide.dtype) == ({"bfloat16"}, set(), torch.float64)
+
+
 def test_what_is_stored_is_still_rounded_if_asked_and_what_is_computed_is_not() -> None:
     stored = torch.tensor([1 / 3])
     with in_float64(rounds_stored=True) as coarse:
         # Also where the baseline is measured within such a run.
         with in_float64():
-            assert torch.equal(stored.to(torch.bfloat16), stored.bfloat16())
-        assert torch.equal(stored.to(torch.bfloat16), stored.bfloat16())
+            assert stored.to(torch.bfloat16).dtype == torch.bfloat16
+        assert stored.to(torch.bfloat16).dtype == torch.bfloat16
         assert (stored * 1).to(torch.bfloat16).dtype == torch.float64
     assert not coarse.left
     with in_float64():

@@ -162,6 +162,22 @@ def test_rows_that_are_paired_are_counted() -> None:
     _, row = taken(torch.zeros(3, 2), receipt(torch.ones(3, 2)), transform=two_rows)
     assert (row.status, row.rows_matched, row.rows_unmatched, row.numel) == ("compared", 2, 1, 4)
 
+    def no_rows(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.target, rows=(torch.tensor([], dtype=torch.int64),), rows_unmatched=0)
+
+    # An empty batch lacks nothing.
+    _, row = taken(torch.zeros(0, 2), receipt(torch.ones(0, 2)), transform=no_rows)
+    assert (row.status, row.rows_matched, row.rows_unmatched) == ("compared", 0, 0)
+
+
+@pytest.mark.parametrize(("action", "note"), [(COMPARE, None), (GRAFT, "one row is a guess")])
+def test_what_makes_a_graft_doubtful_is_noted_of_grafts_alone(action: Action, note: str | None) -> None:
+    def guesses(graft_input: GraftTransformInput) -> Outcome:
+        return Outcome(graft_input.received_list[0], caveat="one row is a guess")
+
+    _, row = taken(torch.zeros(2), receipt(torch.ones(2)), action, transform=guesses)
+    assert (row.status, row.note) == ("grafted" if note else "compared", note)
+
 
 # ---- nothing to measure ---------------------------------------------------------------------------------------------
 
@@ -283,9 +299,12 @@ def test_an_interrupt_is_not_a_failure_of_the_transform() -> None:
         taken(torch.ones(2), receipt(torch.zeros(2)), transform=interrupted)
 
 
-def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [gl.TransformError("no module named 'mine'"), SystemExit("no module named 'mine'")])
+def test_a_transform_that_cannot_be_loaded_here_fails_each_tap(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cannot(spec: TransformSpec) -> None:
-        raise gl.TransformError("no module named 'mine'")
+        raise error
 
     monkeypatch.setattr(TransformSpec, "load", cannot)
     _, row = taken(torch.ones(2), receipt(torch.zeros(2)), transform=TransformSpec("path", "mine.f"))

@@ -66,6 +66,14 @@ def test_a_coarser_dtype_moves_further() -> None:
     assert (moved(x, torch.float64, seed=0) - 1).abs().max().item() == 2.0**-23
 
 
+def test_numbers_of_every_block_move_by_themselves_and_the_arrangement_stays() -> None:
+    x = torch.ones(4, 1 << 16)
+    signs = (moved(x, x.dtype, seed=0) - 1).sign()
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(signs, 2))
+    assert torch.equal(moved(x.t(), x.dtype, seed=0).t().flatten()[: 1 << 16].sign(), x[0])
+    assert moved(x.t(), x.dtype, seed=0).stride() == x.t().stride()
+
+
 def test_the_largest_and_smallest_numbers_of_float64_move_by_their_own_unit() -> None:
     x = torch.tensor([1e300, -1e300, 1e-290], dtype=torch.float64).repeat(32)
     off = (moved(x, x.dtype, 0) - x).abs() / x.abs()
@@ -159,6 +167,19 @@ def test_additions_are_relative_to_the_records_norm_and_root_mean_square() -> No
     assert row.squares == pytest.approx(25.0)
     assert row.rel_l2 == pytest.approx(0.1)
     assert (row.name, row.tags["layer"], row.occurrence, row.dtype) == ("x", 3, 0, "float32")
+
+
+def test_a_tap_of_another_shape_than_its_record_adds_nothing_that_is_known() -> None:
+    assert graft(lambda: gl.tap("x", torch.ones(2, 3)), exact=lambda: gl.tap("x", torch.ones(3, 2))).exact == []
+
+
+def test_complex_numbers_have_no_typical_row() -> None:
+    record = torch.ones(8, 4, dtype=torch.complex64)
+    shift = torch.zeros(8, 1).index_fill(0, torch.tensor(3), 0.5)
+    (row,) = graft(lambda: gl.tap("x", record.clone()), exact=lambda: gl.tap("x", record + shift)).exact
+    assert row.typical is None
+    (row,) = graft(lambda: gl.tap("x", record.real.clone()), exact=lambda: gl.tap("x", record.real + shift)).exact
+    assert row.typical == 0.0
 
 
 def test_beside_a_record_of_zeros_any_difference_is_without_bound() -> None:
@@ -325,6 +346,12 @@ def test_a_result_in_float32_is_measured_by_the_rounding_of_what_it_is_computed_
     assert (1e-4 if name else 1e-9) < exact.rel_l2 < (1e-2 if name else 1e-6)
 
 
+def test_both_sides_round_a_stored_weight_so_that_this_excuses_nothing() -> None:
+    weight = torch.full((64,), 1 / 3)
+    (exact,) = graft(lambda: gl.tap("output", weight.to(torch.bfloat16) * 2)).exact
+    assert exact.rel_l2 == 0.0
+
+
 def test_the_last_record_of_a_group_is_returned() -> None:
     found = graft(chain, keep=["layers.*.x"])
     assert torch.equal(found.last["layers.*.x"], torch.linspace(0.5, 2.0, 1000) * 3)
@@ -465,6 +492,9 @@ def test_float64_shows_the_rounding_of_a_doubtful_tap_that_no_other_tap_moves() 
     assert graft(long_sums).exact == []
     found = by_name(graft(long_sums, doubtful=["logits"]).exact)
     assert 1e-7 < found["logits"].rel_l2 < 1e-5
+    # It may be doubtful in one of several pairs.
+    named = graft(long_sums, doubtful=["other.logits"], paired_names=lambda name: (name, f"other.{name}"))
+    assert by_name(named.exact).keys() == {"logits"}
 
 
 def test_a_doubtful_tap_that_others_move_has_its_floor_already() -> None:

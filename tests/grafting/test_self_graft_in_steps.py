@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
+from kit.grafters import StandInGrafter
 
+import graftlab as gl
 from graftlab.grafting.self_graft_in_steps import SelfGraftInSteps
+from graftlab.taps import calls
 
 BUDGET = 1 << 20
 Tap = Callable[..., torch.Tensor]
@@ -62,7 +66,9 @@ def alternating(tap: Tap, step: int) -> None:
 
 
 def test_a_pass_of_several_steps_begins_at_a_multiple_of_their_number() -> None:
-    repeats = Job(alternating, first=3).go(SelfGraftInSteps(("record", "repeat"), 2, budget=BUDGET), 5)
+    itself, job = SelfGraftInSteps(("record", "repeat"), 2, budget=BUDGET), Job(alternating, first=3)
+    assert not job.go(itself, 4).is_over
+    repeats = job.go(itself, 1)
     assert (repeats.is_over, repeats.found.not_repeated) == (True, [])
     single = Job(alternating, first=3).go(SelfGraftInSteps(("record", "repeat"), 1, budget=BUDGET), 2)
     assert single.found.not_repeated == ["x"]
@@ -112,13 +118,18 @@ def test_a_pass_that_rests_changes_no_tap() -> None:
     assert (shown, itself.found.added) == ([1.0, 2.0], [])
 
 
-def test_weights_and_optimizer_state_are_never_grafted() -> None:
+def test_weights_and_optimizer_state_are_never_grafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a rank, where tags around taps count.
+    monkeypatch.setattr(calls, "_grafter", StandInGrafter())
     weight, state, value = torch.ones(4), torch.ones(4), torch.full((4,), 2.0)
 
     def step(tap: Tap, step: int) -> None:
         tap("w", weight, kind="param", updated=True)
         tap("w.exp_avg", state, kind="optimizer", updated=True)
-        tap("x", value)
+        with gl.tags(kind="optimizer"):
+            tap("w.exp_avg_sq", state, updated=True)
+            # A tap's own tag comes first.
+            tap("x", value, kind="grad")
 
     job = Job(step)
     resting = job.go(SelfGraftInSteps(("rest",), budget=BUDGET), 1)

@@ -42,6 +42,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.arange(4.0).to(torch.float8_e4m3fn),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     ],
 )
 def test_a_spilled_tensor_comes_back_with_its_values_and_arrangement(tensor: torch.Tensor) -> None:

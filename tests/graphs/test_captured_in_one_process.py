@@ -297,6 +297,30 @@ def test_tags_around_a_replay_are_those_of_the_replay(monkeypatch: pytest.Monkey
     assert {row.tags["batch"] for row in world.target.rows} == {1}
 
 
+def test_whether_a_tap_is_grafted_depends_on_the_tags_around_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = rank_of(monkeypatch, b2t="batch == 1")
+    buffer = torch.zeros(1)
+    with gl.tags(batch=1):
+        graph = captured(lambda x: gl.tap("h", x * 2) + 1, buffer)
+    found = []
+    for batch in (1, 2, 1):
+        world.baseline.tap("h", torch.tensor([7.0]), batch=batch)
+        with gl.tags(batch=batch):
+            found.append(on(buffer, graph, 1.0))
+    assert found == [([8.0], 2), ([3.0], 1), ([8.0], 2)]
+
+
+def test_a_function_with_a_break_suits_only_a_plan_that_grafts_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = rank_of(monkeypatch, b2t="name == 'h'")
+    buffer, wanted = torch.zeros(1), WantedTaps("breaks")
+    graph = captured(lambda x: gl.tap("h", x * 2), buffer, wanted=wanted)
+    assert graph.suits()
+    world.edit(b2t=None)
+    world.step()
+    assert not graph.suits()
+    assert captured(lambda x: gl.tap("h", x * 2), buffer, wanted=wanted).suits()
+
+
 def test_outside_a_session_a_replay_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = torch.zeros(2)
     graph = captured(lambda x: gl.tap("h", x * 2), buffer)

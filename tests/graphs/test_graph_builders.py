@@ -592,7 +592,8 @@ def test_buffers_are_had_by_name_as_graphs_read_them() -> None:
 def test_the_published_global_numbers_of_tokens_are_the_padded_number() -> None:
     names = ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
     gathered = build("decode", require_gathered_buffer=True, require_mlp_tp_gather=True, dp_size=3)
-    alone = build("decode", register_global_num_tokens=True)
+    # Each rank of data parallelism has its own number only where they gather.
+    alone = build("decode", register_global_num_tokens=True, dp_size=3)
     for registry, expected in ((gathered, [4, 4, 4]), (alone, [0])):
         fill(registry, 3, 4)
         view = extract(registry, SimpleNamespace(global_num_tokens_gpu=None), 4)

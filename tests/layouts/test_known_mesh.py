@@ -44,6 +44,20 @@ def meshes(axes: tuple[str, ...], world_size: int) -> list[Mesh | None]:
     return [mesh_on(axes, rank, world_size) for rank in range(world_size)]
 
 
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, RuntimeError, ValueError])
+def test_an_engine_that_has_not_set_up_its_groups_has_none(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Any:
+        raise error("the groups are not initialized")
+
+    for name in ("megatron.core.parallel_state", "sglang.srt.distributed", "vllm.distributed.parallel_state"):
+        made = ModuleType(name)
+        made.__getattr__ = lambda function: fails  # type: ignore[method-assign,assignment]
+        monkeypatch.setitem(sys.modules, name, made)
+    assert mesh_on(("tp", "cp"), 0, 4) is None
+
+
 def test_sizes_by_name_are_outermost_first_and_repeat_for_data_parallel_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFTLAB_MESH", " cp=2, tp=2")
     assert meshes(("tp", "cp"), 4) == [Mesh((("tp", 2), ("cp", 2)), (0, 2, 1, 3))] + [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -158,6 +159,15 @@ def test_a_plain_tensors_named_axes_are_those_of_the_device_mesh(
 def test_how_the_ranks_values_become_one_is_the_placements() -> None:
     for op in ("sum", "avg", "max", "min"):
         assert Layout((_step(Partial(op), "tp", ()),)).text == Layout((layouts.Partial("tp", op),)).text
+
+
+def test_a_dim_that_later_axes_of_the_mesh_cut_first_is_cut_in_blocks() -> None:
+    later = type("_StridedShard", (), {"dim": 1, "split_factor": 2})()
+    grid = SimpleNamespace(mesh_dim_names=None, mesh=torch.tensor([[0, 2], [1, 3]]))
+    found = layout_of_dtensor(cast("Any", SimpleNamespace(placements=[later, Shard(1)], device_mesh=grid)))
+    assert found is not None
+    assert found.steps == (layouts.Shard(1, "mesh0", blocks=(1, 1)), layouts.Shard(1, "mesh1"))
+    assert found.mesh == Mesh((("mesh0", 2), ("mesh1", 2)), (0, 2, 1, 3))
 
 
 def test_a_plain_tensor_has_no_placements_and_an_unknown_placement_is_not_guessed() -> None:

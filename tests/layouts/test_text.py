@@ -17,6 +17,7 @@ from graftlab.errors import LayoutError
 from graftlab.layouts import (
     Layout,
     OneOf,
+    Part,
     Partial,
     Rearrange,
     Replicate,
@@ -111,6 +112,9 @@ def test_a_size_may_stand_after_a_comma_and_quotes_may_be_double() -> None:
     )
     assert parse_layout("b s (h d) -> b h s d, h=12 | shard(dim=1, mesh='tp')") == expected
     assert parse_layout("  ") == Layout()
+    # What begins like a call is none.
+    expected = Layout((Rearrange("a (b c) -> (a b) c", (("c", 2),)), Part(1, (1, 2), 0)))
+    assert parse_layout("a (b c) -> (a b) c, c=2 | part(index=1, of=[1, 2], dim=0)") == expected
 
 
 # The mark ^ stands under the fault, and is not part of the text.
@@ -128,6 +132,7 @@ FAULTS = [
     ("(b ...) -> b ...", "'...' inside ( )", "   ^"),
     ("a b -> b a, h", "write a size after the comma", "           ^"),
     ("a b -> b a, h=x", "write a size after the comma", "           ^"),
+    ("a b -> b a, c=2, h=x", "write a size after the comma", "                " + "^"),
     ("a b -> b a, 2=h", "write a size after the comma", "           ^"),
     ("a b -> b a, c=2", "has no axis 'c'", ""),
     ("a b c -> c", "'a' is only on the left", "^"),

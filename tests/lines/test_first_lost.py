@@ -306,6 +306,10 @@ def test_summands_that_no_rank_sums_are_named_with_the_line_that_makes_them() ->
     found = first_lost([whole], [trace(shard(rank), Q) for rank in (0, 1)], 1)
     assert [each.lacks_sum for each in found.target] == [True]
     assert sources(found.target) == ["return inner @ own"]
+    # Where a rank's result is unknown, the sum is unknown.
+    shards = [trace(shard(rank), Q) for rank in (0, 1)]
+    found = first_lost([whole], [*shards, replace(shards[1], fingerprints={})], 1)
+    assert not any(each.lacks_sum for each in found.target)
     # Copies of a mean have the same sum.
     found = first_lost([whole], [trace(halved, Q)] * 2, 1)
     assert [(each.operation.name, each.lacks_sum) for each in found.target] == [("div", False)]
@@ -611,6 +615,15 @@ def test_an_operation_that_changes_nothing_is_the_counterpart_of_one_that_does()
     found = compared(scaled(1.0), scaled(1.07), drawn(3, 8)).target[0]
     assert found.counterpart is not None
     assert found.counterpart.call == "mul(f32[3, 8], 1)"
+
+    def summed(factor: float) -> SliceTrace:
+        own = trace(scaled(factor), drawn(3, 8))
+        operations = [replace(each, is_collective=each.name == "mul") for each in own.operations]
+        return replace(own, operations=tuple(operations))
+
+    # A collective's result may arrive after it has returned.
+    collective = first_lost([summed(1.0)], [summed(1.07)], 0).target[0]
+    assert (collective.operation.name, collective.counterpart) == ("mul", None)
 
 
 def unpacked(is_swapped: bool) -> Callable[[Tensor], Tensor]:
@@ -1067,6 +1080,9 @@ def test_a_sum_of_ranks_is_neither_larger_nor_smaller_than_its_parts() -> None:
     # Nor has it the same numbers at other places.
     for off in (-1.0, 1.0):
         assert not is_sum(parts, replace(with_total(3.0), projections=np.full(3, off)), 1e-6)
+    # Numbers that are not finite are left out of the totals.
+    assert not is_sum(parts, replace(with_total(3.0), nonfinite=1), 1e-6)
+    assert not is_sum([parts[0], replace(parts[1], nonfinite=1)], with_total(3.0), 1e-6)
 
 
 def test_a_value_that_the_other_side_uses_elsewhere_leaves_the_blame_to_its_reader() -> None:
@@ -1084,6 +1100,9 @@ def test_a_value_that_the_other_side_uses_elsewhere_leaves_the_blame_to_its_read
         known = trace(lambda x: x.sin(), moved)
         there = replace(right, elsewhere=(known.fingerprints[known.result],))
         assert sources(first_lost([there], [wrong], 0).target)[0] == "scaled = chosen.exp()"
+    # As the backward pass may, where the other side's forward pass alone computes it.
+    there = replace(right, of_forward=(trace(lambda x: x.sin(), Q).fingerprints[1],))
+    assert sources(first_lost([there], [wrong], 0).target)[0] == "scaled = chosen.exp()"
 
 
 def test_an_operation_is_not_cleared_by_what_comes_beside_its_result() -> None:

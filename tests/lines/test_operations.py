@@ -6,11 +6,14 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from graftlab.base.tags import identity
+from graftlab.lines.dataflow import Dataflow
 from graftlab.lines.fingerprints import (
     ANY_ORDER,
     DIFFERENT,
@@ -22,8 +25,8 @@ from graftlab.lines.fingerprints import (
     joined,
 )
 from graftlab.lines.operations import Operation, OperationRecorder, WrittenPart
-from graftlab.lines.signatures import _described
-from graftlab.lines.traces import SliceTrace, slice_of
+from graftlab.lines.signatures import _described, signature_of
+from graftlab.lines.traces import SliceTrace, WantedCall, slice_of
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -178,6 +181,7 @@ def test_a_fingerprint_arrives_with_the_numbers_that_it_was_sent_with(sorts: boo
         drawn(9, 9).half()[:, ::2],
         drawn(5, 1).expand(5, 3),
         drawn(40).to(torch.complex64).conj(),
+        torch.complex(drawn(40), drawn(40, seed=1)).conj().imag,
         (drawn(40) * 50).to(torch.int8),
         (drawn(40) * 1e5).long(),
         drawn(40) > 0,
@@ -250,6 +254,8 @@ def test_large_tensors_have_no_fingerprint_until_they_are_wanted_or_asked_for() 
     with again:
         (x * 2).sum()
     assert set(again.fingerprints) == {1}
+    # Though wanted, it is too large to be sorted.
+    assert again.fingerprints[1].magnitudes is None
 
 
 def test_values_far_from_wanted_ones_are_not_sorted() -> None:
@@ -310,7 +316,8 @@ def test_a_trace_says_where_other_values_lead_to_the_result_than_were_wanted() -
 
 def test_operations_of_one_line_that_ran_elsewhere_are_kept_once_with_all_results() -> None:
     _, first = traced(2)
-    (product, made), *_ = (each for each in first.ran_elsewhere if each[0].name == "mul")
+    # What led to the value is not among them.
+    ((product, made),) = (each for each in first.ran_elsewhere if each[0].name == "mul")
     assert (product.frames[0].source, len(made)) == ("x = x * weight", 3)
 
 
@@ -465,3 +472,133 @@ def test_a_written_part_has_its_place_in_the_largest_tensor_around_it() -> None:
     assert begins(made.clone().transpose(0, 2), lambda whole: whole[3, :, 1].add_(1)) == [(3, 0, 1)]
     assert begins(made.clone(), lambda whole: whole.mul_(2)) == []
     assert begins(made.clone()[0], lambda whole: whole[2].neg_()) == [(2, 0)]
+    # An expanded tensor has the part several times.
+    assert begins(torch.arange(3.0), lambda whole: (whole.expand(4, 3).sum(), whole[1:].neg_())) == [(1,)]
+
+
+def test_after_the_most_operations_the_code_runs_on_unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.lines.operations.MOST_OPERATIONS", 2)
+    x = drawn(3)
+    with OperationRecorder() as recorder:
+        y = x.exp().exp()
+        assert not recorder.is_cut_short
+        y = y.exp()
+    assert (len(recorder.operations), recorder.is_cut_short) == (2, True)
+    assert torch.equal(y, x.exp().exp().exp())
+
+
+@pytest.mark.parametrize("fails_silently", [False, True])
+def test_an_error_of_the_recorder_ends_the_recording_or_the_code(fails_silently: bool) -> None:
+    def broken() -> int:
+        raise KeyError("which step")
+
+    x, recorder = drawn(3), OperationRecorder()
+    recorder.present_step, recorder.fails_silently = broken, fails_silently
+    if not fails_silently:
+        with pytest.raises(KeyError, match="which step"), recorder:
+            x.exp()
+        return
+    with recorder:
+        result = x.exp()
+        recorder.present_step = int
+        assert torch.equal(result + 1, x.exp() + 1)
+    assert repr(recorder.failure) == "KeyError('which step')"
+    assert (recorder.is_open, recorder.operations) == (False, [])
+
+
+def test_data_of_python_has_no_source_at_the_address_of_a_computed_tensor() -> None:
+    with OperationRecorder() as recorder:
+        computed = torch.ones(4) * 3
+        # As torch.tensor does, here with memory that was used before.
+        torch.ops.aten.lift_fresh(computed).exp()
+    assert recorder.values[recorded(recorder, "exp").inputs[0]].sources == ()
+
+
+def test_only_operations_that_read_nothing_but_wanted_values_have_words() -> None:
+    x, y = drawn(3), drawn(3, seed=1)
+    with OperationRecorder(only=frozenset({0})) as recorder:
+        x.exp()
+        x * y
+        y.cos()
+    assert [(each.name, each.call, bool(each.stack)) for each in recorder.operations] == [
+        ("exp", "exp(f32[3])", True),
+        ("mul", "", False),
+        ("cos", "", False),
+    ]
+
+
+@pytest.mark.parametrize("is_written_before", [True, False])
+def test_a_parameter_that_is_written_after_the_first_tap_is_no_longer_the_models(is_written_before: bool) -> None:
+    weight = torch.nn.Parameter(drawn(4))
+    recorder = OperationRecorder()
+    with recorder, torch.no_grad():
+        if not is_written_before:
+            recorder.begin_taps()
+        weight.mul_(2)
+        recorder.begin_taps()
+        assert recorder.values[recorder.read(weight)].is_parameter is is_written_before
+
+
+def test_long_lists_are_cut_in_words() -> None:
+    with OperationRecorder() as recorder:
+        torch.zeros(1, 1, 1, 1, 1, 2)
+        torch.zeros(1, 1, 1, 1, 1, 2, 3)
+    calls = [each.call.split("]")[0] for each in recorder.operations]
+    assert calls == ["zeros([1, 1, 1, 1, 1, 2", "zeros([1, 1, 1, 1, 1, 2, ..."]
+
+
+def test_attention_draws_numbers_if_it_drops_out() -> None:
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    q = drawn(1, 1, 2, 8)
+    given: list[tuple[Any, tuple[Any, ...]]]
+    given = [(attention, (q, q, q, None, False, rate)) for rate in (0.0, 0.5)]
+    given += [(torch.ops.aten.rand_like.default, (q,)), (torch.ops.aten.exp.default, (q,))]
+    assert [signature_of(func).draws(args, {}) for func, args in given] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "step", "occurrence", "expected"),
+    [
+        ("x", "grad", 1, 2, True),
+        ("y", "grad", 1, 2, False),
+        ("x", "param", 1, 2, False),
+        ("x", "grad", 2, 2, False),
+        ("x", "grad", 1, 1, False),
+    ],
+)
+def test_a_wanted_call_is_one_call_of_one_tap(name: str, kind: str, step: int, occurrence: int, expected: bool) -> None:
+    wanted = WantedCall("x", {"kind": "grad"}, 1, 2)
+    assert wanted.is_at(identity({"kind": kind, "name": name}), step, occurrence) is expected
+
+
+def test_the_last_values_that_did_not_lead_to_the_result_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.lines.traces.MOST_ELSEWHERE", 2)
+    x, recorder = drawn(5), OperationRecorder()
+    with recorder:
+        beside = [x.cos(), x.sin(), x.exp()]
+        for each in beside:
+            recorder.read(each)
+        result = recorder.read(x.tanh())
+    kept = slice_of(recorder, result).elsewhere
+    assert [round(each.norm, 4) for each in kept] == [round(each.norm().item(), 4) for each in beside[1:]]
+
+
+def test_only_several_equal_numbers_are_constant() -> None:
+    with OperationRecorder() as recorder:
+        numbers = [recorder.read(each) for each in (torch.tensor(2.0), torch.full((3,), 2.0), torch.arange(3.0))]
+        result = recorder.read(torch.ones(1))
+    flow = Dataflow(slice_of(recorder, result))
+    flow = Dataflow(replace(flow.trace, fingerprints=recorder.fingerprints))
+    assert [flow.is_constant(each) for each in numbers] == [False, True, False]
+
+
+def test_numbers_that_are_drawn_in_place_are_no_data() -> None:
+    def drawing(draw: Callable[[], torch.Tensor]) -> list[str]:
+        with OperationRecorder() as recorder:
+            result = recorder.read(draw().view(3, 2) * 2)
+        trace = slice_of(recorder, result)
+        return [each.name for each in trace.operations if each.index in Dataflow(trace).drawn_data()]
+
+    assert drawing(lambda: torch.randn(6)) == ["randn", "view"]
+    assert drawing(lambda: torch.rand_like(torch.ones(6))) == ["rand_like", "view"]
+    assert drawing(lambda: torch.empty(6).normal_()) == []

@@ -36,6 +36,8 @@ def rotated(x):
     return x * 2
 """
 HELPER = """
+from torch.nn import Linear
+
 def attend(module, x):
     return x @ x
 """
@@ -228,3 +230,17 @@ def test_a_stack_of_torchs_modules_alone_leaves_out_what_only_calls_them() -> No
     thread.start()
     thread.join()
     assert found[-1] == ["linear.py"]
+
+
+def test_a_line_is_named_by_its_file_and_that_of_a_notebook_by_its_cell() -> None:
+    files = ["/home/me/model.py", "/tmp/ipykernel_123/4567.py", "/tmp/ipykernel_123/helpers.py"]
+    assert [str(SourceFrame(each, 3, "f", "")) for each in files] == ["model.py:3", "cell:3", "helpers.py:3"]
+
+
+def test_a_deep_stack_has_its_innermost_lines_alone() -> None:
+    def deeper(left: int) -> list[StackEntry]:
+        return deeper(left - 1) if left else stack_entries(sys._getframe())
+
+    found = deeper(40)
+    assert len(found) == 32
+    assert {each.code for each in found} == {deeper.__code__}

@@ -171,6 +171,7 @@ def test_a_name_that_only_the_notebook_has_is_said_to_be_there(
         ("plot --step 3 --noise-floor 0.1", "plot.divergence", (), {"step": 3, "noise_floor": 0.1}),
         ("plot --steps 2:5", "plot.over_steps", (), {"steps": range(2, 5)}),
         ("plot --steps :5", "plot.over_steps", (), {"steps": range(5)}),
+        ("plot --steps :0", "plot.over_steps", (), {"steps": range(0)}),
         ("plot --kind over_steps", "plot.over_steps", (), {"steps": None}),
         ("plot --verdict", "plot.verdict", (None,), {}),
         ("plot out --verdict --dims 0,1", "plot.verdict", ("out",), {"dims": (0, 1)}),
@@ -412,7 +413,11 @@ def test_lines_take_the_newest_expression_that_both_sides_evaluated(
     # Jobs run what they run.
     notebook.session.ranks[0].takes_work = False
     notebook.run("lines h.0")
-    assert [args for _, args, _ in notebook.calls] == [("h.0", "f(1)", "f(1)"), ("h.0", None, None)]
+    # So do scripts that are held.
+    notebook.session.ranks[0].takes_work = True
+    notebook.session._internals.default_callees = {"baseline": "its script", "target": "its script"}
+    notebook.run("lines h.0")
+    assert [args for _, args, _ in notebook.calls] == [("h.0", "f(1)", "f(1)"), *[("h.0", None, None)] * 2]
 
 
 @pytest.mark.parametrize(("rows", "shown"), [(0, []), (1, ["figure"])])
@@ -426,6 +431,17 @@ def test_a_comparison_is_drawn_if_taps_were_compared(
     notebook.session._internals.default_callees = {}
     assert notebook.run("compare -o c f(x)") is notebook.names["c"] is compared
     assert drawn == shown
+
+
+def test_the_page_of_a_report_is_named_with_its_size(
+    notebook: Notebook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_bytes(bytes(2**20))
+    notebook.answers["report"] = path
+    notebook.run("report page.html --tensors")
+    assert notebook.calls == [("report", ("page.html",), {"tensors": True})]
+    assert capsys.readouterr().out == f"{path} (1,024 KiB)\n"
 
 
 @pytest.mark.parametrize(("line", "runs"), [("frame -o f", [2]), ("frame --all -o f", [1, 2, 3])])
@@ -537,11 +553,11 @@ def test_a_cell_runs_where_it_says_and_its_values_are_shown_by_rank(
 ) -> None:
     shown: list[Any] = []
     monkeypatch.setattr(magics, "display", shown.append)
-    notebook.answers["execute"] = SimpleNamespace(baseline=[1], target=[None, 3], participants=notebook.session.ranks)
+    notebook.answers["execute"] = SimpleNamespace(baseline=[0], target=[None, 3], participants=notebook.session.ranks)
     notebook.run("both", "x = 1")
     notebook.run("target[1]", "x = 1")
     assert [args for _, args, _ in notebook.calls] == [("x = 1", "both"), ("x = 1", "target[1]")]
-    assert shown == [1, 3, 1, 3]
+    assert shown == [0, 3, 0, 3]
     assert capsys.readouterr().out == "baseline[0]:\ntarget[1]:\n" * 2
 
 
@@ -598,6 +614,7 @@ def test_a_cell_for_an_unknown_place_is_refused_with_the_places(notebook: Notebo
         ("%graft debug b", ["baseline[0]"]),
         ("%graft debug target[0] b", []),
         ("%graft plot h", ["hidden"]),
+        ("%graft plot --dims 0 h", ["hidden"]),
         ("%graft lines h", ["hidden"]),
         ("%graft lines hidden h", []),
         ("%graft rename ta", ["target"]),

@@ -125,6 +125,10 @@ def test_commands_that_evaluate_ask_for_an_expression(name: str) -> None:
         ("up 3", "unrecognized arguments: 3"),
         ("status --all", "unrecognized arguments: --all"),
         ("log -n none", "not 'none'"),
+        *[
+            (f"plot out --verdict {more}", "--verdict takes a tap, and with it --dims, and no other option")
+            for more in ("--steps 1:2", "--noise-floor 0.1", "--tags layer=3")
+        ],
         ("run -o", "expected one argument"),
         ("run -o name", "give an expression"),
         ("run -o 1x 1", "'1x' is not a valid variable name"),
@@ -192,11 +196,11 @@ def test_values_are_read_as_their_help_says(line: str, expected: dict[str, objec
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_subcommand_has_help_that_names_its_options(name: str) -> None:
     texts = []
-    for line in (f"{name} -h", f"{name} --help", f"help {name}"):
+    for line in (f"{name} -h", f"{name} --help", f"help {name}", f" help  {name} "):
         with pytest.raises(HelpRequest) as asked:
             command_line.parse(line)
         texts.append(asked.value.text)
-    assert texts[0] == texts[1] == texts[2]
+    assert len({*texts}) == 1
     usage = texts[0].partition("\n\n")[0]
     actions = [action for action in COMMANDS[name].parser._actions if action.option_strings]
     assert [action.dest for action in actions if not any(each in usage for each in action.option_strings)] == []

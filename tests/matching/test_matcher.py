@@ -1251,6 +1251,18 @@ def test_the_reason_of_each_tap_without_a_partner_is_given() -> None:
     )
 
 
+def test_a_second_tap_with_the_values_of_a_pair_names_the_other_one() -> None:
+    same = {f"h.{n}": values(8, 6, seed=n) for n in range(3)}
+    sides = (same, {**{name.replace("h", "b"): each for name, each in same.items()}, "twin": values(8, 6, seed=0)})
+    found = match_taps(*([tap(name, each, n) for n, (name, each) in enumerate(side.items())] for side in sides))
+    assert [(pair.baseline, pair.target, pair.note) for pair in found.pairs] == [
+        ("h.0", "b.0", ""),
+        ("h.1", "b.1", ""),
+        ("h.2", "b.2", ""),
+        ("h.0", "twin", "has the same values as b.0"),
+    ]
+
+
 def test_changed_values_of_a_weight_are_described() -> None:
     x = values(6, 5, seed=1)
 

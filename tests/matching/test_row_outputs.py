@@ -46,3 +46,23 @@ def test_outputs_of_other_shapes_or_one_of_several_are_not_paired_by_rows() -> N
     # In the same rows both sides' results are compared as they are, and a guess shows no rows.
     assert paired(replace(HEAD, layout=Layout()), {**OURS, "output.logits": (3, 8), "head": (3, 8)}, THEIRS) == []
     assert paired(replace(HEAD, sureness="guess"), OURS, THEIRS) == []
+
+
+def test_an_output_that_is_the_other_sides_head_is_paired_with_its_output() -> None:
+    """As where the target leaves out the factor after the head."""
+    head = replace(HEAD, target="output")
+    ours, theirs = taps(OURS), taps({"output": (3, 8)})
+    found = with_outputs_in_rows(Proposal((head,), {"output.logits": "no partner"}), ours, theirs)
+    assert [(pair.baseline, pair.target, pair.layout) for pair in found.pairs] == [("output.logits", "output", ROWS)]
+    why = "has the values of an output, and output.logits and output are paired"
+    assert (found.unmatched_baseline, found.unmatched_target) == ({"head": why}, {})
+    # On the other side.
+    head = replace(HEAD, baseline="output", target="fc")
+    found = with_outputs_in_rows(
+        Proposal((head,), {}, {"output": "no partner"}), taps({"output": (2, 2, 8)}), taps(THEIRS)
+    )
+    assert [(pair.baseline, pair.target) for pair in found.pairs] == [("output", "output")]
+    assert [*found.unmatched_target] == ["fc"]
+    # Outputs that have partners each stay as they are.
+    both = Proposal((replace(HEAD, target="output"), replace(HEAD, baseline="output.logits")))
+    assert with_outputs_in_rows(both, taps(OURS), taps(THEIRS)) is both

@@ -11,6 +11,7 @@ import torch
 from kit.refusals import ids, refusal
 from kit.support import SMALL_MODEL
 
+from graftlab.models.cross_attention import CrossAttentionTransformer
 from graftlab.models.transformer import ModelConfig, Transformer
 
 
@@ -62,3 +63,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("call", "said"), REFUSED, ids=ids(REFUSED))
 def test_a_number_that_a_model_cannot_have_is_named_with_its_field(call: Callable[[], Any], said: str) -> None:
     assert refusal(call) == said
+
+
+def test_the_source_of_a_prompt_is_what_stands_before_its_first_separator() -> None:
+    model = CrossAttentionTransformer(config(), separator=5)
+    assert [model.source_len(prompt) for prompt in ([1, 2, 5, 3, 5], [5, 1], [1, 2], [])] == [2, 0, 0, 0]

@@ -294,6 +294,29 @@ def test_labels_contain_only_distinguishing_tags() -> None:
     assert tick_labels(plots.divergence(frame(*twice))) == ["f step=0 #0", "f step=0 #1", "f step=1 #0", "f step=1 #1"]
 
 
+def test_tags_are_named_before_the_step_and_no_line_leads_from_one_step_to_the_next() -> None:
+    figure = plots.divergence(frame(*(row("f", step=step, layer=layer) for step in (0, 1) for layer in (0, 1, 2))))
+    assert tick_labels(figure) == [f"f layer={layer} step={step}" for step in (0, 1) for layer in (0, 1, 2)]
+    line = by_gid(figure, "run 1: line")
+    np.testing.assert_array_equal(line.get_xdata(), [0, 1, 2, math.nan, 3, 4, 5])
+    assert np.isnan(line.get_ydata()).tolist() == [False] * 3 + [True] + [False] * 3
+
+
+def test_labels_have_the_tags_of_all_runs() -> None:
+    figure = plots.divergence([frame(row("h", first=1, last=2)), frame(row("h", last=3))])
+    assert sorted(tick_labels(figure)) == ["h first=1 last=2", "h last=3"]
+
+
+def test_only_compared_taps_of_several_runs_are_grey_in_the_legend() -> None:
+    data = frame(row("a"), row("b", 1e-6, "grafted"), row("c", None, "failed"))
+    found = axes(plots.divergence([data, data])).get_legend()
+    assert found is not None
+    colors = {handle.get_label(): handle.get_color() for handle in found.legend_handles}
+    expected = {"compared": style.GREY, **{each: style.look(each).color for each in ("grafted", "failed")}}
+    assert {name: colors[name] for name in expected} == expected
+    assert expected["grafted"] != style.GREY != expected["failed"]
+
+
 def test_tags_that_name_a_rank_do_not_split_a_tap() -> None:
     data = frame(*(row("a", 1e-6, rank=rank, tp_rank=rank, order=1) for rank in range(3)))
     assert tick_labels(plots.divergence(data)) == ["a"]
@@ -567,6 +590,13 @@ def test_history_marks_missing_exact_and_non_finite_values() -> None:
     assert {"timeout", "missing", "exact (hollow)", "non-finite differs"} <= set(legend(figure))
 
 
+def test_a_step_in_which_a_tap_was_grafted_and_compared_is_drawn_as_grafted() -> None:
+    rows = [row("h", 1e-6), row("h", 1e-3, "grafted", occurrence=1), row("h", 1e-5, step=1)]
+    figure = plots.history(frame(*rows), "h")
+    assert points(figure, "target rank 0: compared") == near([(1, 1e-5)])
+    assert points(figure, "target rank 0: grafted") == near([(0, 1e-3)])
+
+
 def test_tags_choose_the_tap() -> None:
     data = frame(row("h", 1e-1, layer=1), row("h", 1e-2, layer=2), row("h", 1e-3), row("h", 1e-4, layer=2, rank=1))
     # A frame made by hand may lack a rank, which no row does.
@@ -593,13 +623,13 @@ def test_a_misspelt_tap_suggests_the_right_one(draw: Callable[..., Figure]) -> N
 
 def test_ranks_show_a_cell_for_each_receiver_and_step_and_frame_the_worst() -> None:
     rows = [
-        row("h", (r + 1) * 10.0 ** -(6 - s), rank=r, step=s, senders=[0, 1, 2, 5]) for s in range(2) for r in range(3)
+        row("h", (r + 1) * 10.0 ** -(6 - s), rank=r, step=s, senders=[0, 1, 2, 4]) for s in range(2) for r in range(3)
     ]
     figure = plots.ranks(frame(*rows), "h")
     shown = by_gid(figure, "cells").get_array()
     np.testing.assert_allclose(shown, [[1e-6, 2e-6, 3e-6], [1e-5, 2e-5, 3e-5]])
     assert isinstance(by_gid(figure, "cells").norm, LogNorm)
-    assert tick_labels(figure) == [f"target rank {r}\n← 0-2, 5" for r in range(3)]
+    assert tick_labels(figure) == [f"target rank {r}\n← 0-2, 4" for r in range(3)]
     assert title(figure) == "h\nworst: target rank 2, step 1, rel_l2 3e-05"
     assert by_gid(figure, "worst").get_xy() == (1.5, 0.5)
     assert "3e-05" in [text.get_text() for text in axes(figure).texts]
@@ -816,10 +846,16 @@ def test_beside_a_heatmap_each_dimension_has_its_profile_and_the_hint_is_drawn()
     assert [len([c for c in panel.collections if c.get_gid() == "non-finite index"]) for panel in panels] == [1, 1, 1]
     assert title(figure).splitlines()[-1] == "hint: equal up to 14"
     assert [line.get_ydata()[0] for line in axes(figure).lines if line.get_gid() == "span"] == [14.5]
+    assert [[p.get_gid() for p in panel.patches].count("span") for panel in panels] == [0, 1, 0]
     assert "where the hint says" in legend(figure)
     own = Figure().subplots()
     assert plots.draw_difference_map(found, ax=own).axes[0] is own
     assert not any("largest at each" in each.get_xlabel() for each in own.figure.axes), "no room beside given axes"
+    # Of many dimensions the last have profiles.
+    many = plots.heatmap(torch.zeros(2, 2, 1, 2, 2, 2), torch.ones(2, 2, 1, 2, 2, 2))
+    assert [each.get_xlabel()[:5] for each in many.axes if "by index" in each.get_xlabel()] == [
+        *("dim 1", "dim 3", "dim 4", "dim 5")
+    ]
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 4), st.data())
@@ -970,6 +1006,9 @@ def test_histogram_has_two_panels_with_log_counts_and_units() -> None:
     assert right.get_xticklabels()[0].get_text() == "0"
     first, second = (patch.get_data().edges for patch in left.patches[-2:])
     np.testing.assert_array_equal(first, second)
+    # The tallest bin of either side has room below the legend.
+    for pair in ((torch.arange(100.0), torch.zeros(100)), (torch.zeros(100), torch.arange(100.0))):
+        assert axes(plots.histogram(*pair)).child_axes[0].get_ylim() == (0.5, 800)
 
 
 @pytest.mark.slow
@@ -1005,6 +1044,8 @@ def test_scatter_draws_the_identity_and_all_of_a_small_pair() -> None:
     assert "worst at [99]: baseline 99, target 198" in title(figure)
     assert ax.get_xlim() == ax.get_ylim()
     assert "every pair is equal" in title(plots.scatter(torch.ones(3), torch.ones(3)))
+    for wrong, name in ((1, "the worst"), (2, "the 2 worst")):
+        assert name in legend(plots.scatter(torch.zeros(30), torch.arange(30.0) * (torch.arange(30) > 29 - wrong)))
 
 
 def test_no_figure_of_a_pair_calls_one_equal_whose_non_finite_values_differ() -> None:

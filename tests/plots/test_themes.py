@@ -97,6 +97,13 @@ def test_dark_colours_keep_points_filled_and_lighten_blue_text() -> None:
     assert said.get_color() == "#0072B2"
 
 
+def test_points_of_several_colours_keep_them() -> None:
+    figure = Figure()
+    points = figure.add_subplot().scatter([0, 1], [0, 1], c=["black", "red"])
+    with themes.on_dark(figure):
+        assert np.asarray(points.get_facecolor()).tolist() == [[0, 0, 0, 1], [1, 0, 0, 1]]
+
+
 def test_the_parts_of_a_point_of_a_line_change_by_themselves() -> None:
     figure = Figure()
     (line,) = figure.add_subplot().plot([1], [1], "o", color="red", markerfacecolor="black", markeredgecolor="white")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from graftlab.diffs.maps import difference_map
 from graftlab.plots import style
-from graftlab.plots.verdict import added_errors, explored
+from graftlab.plots.verdict import added_errors, explored, unfolding_maps
+from graftlab.verdict.findings import ShownMap
 
 
 def taps(*lines: dict[str, Any]) -> pd.DataFrame:
@@ -94,6 +98,21 @@ def test_the_table_of_a_verdict_has_the_label_and_the_worst_rank_of_each_tap() -
     assert list(shown) == [("a", "culprit", "target[1]", 0.5), ("b", "inherited", "target[0]", 1e-8)]
     assert (table["floors"], table["badness"]) == ([1e-7] * 2, [9.0, 0.1])
     assert table["notes"] == [[0, "culprit: a"]]
+
+
+def test_pictures_of_maps_have_their_place_and_those_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(style, "to_html", lambda figure, alt, dpi: f"[{alt.partition(':')[0]}]")
+    monkeypatch.setattr("graftlab.plots.verdict._PICTURES", 2)
+    found = difference_map(torch.zeros(2), torch.ones(2))
+    maps = {"a<b": ShownMap("a<b", found, None, None), "c": ShownMap("c.0", found, None, None)}
+    shown = unfolding_maps(maps)
+    assert "more" not in shown
+    assert re.findall(r"<summary[^>]*>(.*?)</summary>(.*?)</details>", shown) == [
+        ("Where a&lt;b differs", "[Where a<b differs]"),
+        ("Where c differs, at c.0", "[Where c differs]"),
+    ]
+    more = {name: ShownMap(name, found, None, None) for name in "abcde"}
+    assert "<p>3 pictures more: <code>verdict.plot(group)</code></p>" in unfolding_maps(more)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def test_each_edit_is_warned_of_once(edited: Any, recwarn: pytest.WarningsRecord
     assert not [each for each in recwarn if "edited_by_hand" in str(each.message)]
     os.unlink(edited.__file__)
     modules.warn_of_edits()
+    assert not [each for each in recwarn if "edited_by_hand" in str(each.message)]
 
 
 @pytest.mark.ranks

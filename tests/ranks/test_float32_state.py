@@ -56,6 +56,19 @@ def test_caches_that_a_script_gives_to_its_calls_in_turn_are_known() -> None:
     assert torch.equal(state.values({"cache": OWN + 1})["cache"], WIDE + 1)
 
 
+def test_the_newest_of_equal_states_is_known_and_each_models_first() -> None:
+    state = confirmed()
+    # The script writes the same values in 16 bits to the cache again.
+    state.note({"cache": WIDE + 1e-4})
+    state.confirm({"cache": OWN})
+    assert torch.equal(state.values({"cache": OWN})["cache"], WIDE + 1e-4)
+    state.see("Other", {"cache": OWN + 1})
+    state.see("Net", {"cache": OWN + 2})
+    state.see("Third", {"cache": OWN + 3})
+    for model, own, is_first in (("Other", OWN + 1, True), ("Third", OWN + 3, True), ("Net", OWN + 2, False)):
+        assert state.known(model, {"cache": own}).unchanged == (frozenset({"cache"}) if is_first else frozenset())
+
+
 def test_state_of_models_that_no_call_has_changed_is_known_by_model() -> None:
     state = Float32State()
     state.see("Net", {".table": OWN})

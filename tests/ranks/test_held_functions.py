@@ -69,6 +69,11 @@ def test_both_sides_draw_the_same_numbers_for_weights_and_for_inputs() -> None:
     torch.rand(5), random.random(), np.random.rand()
     assert torch.equal(held(load, inputs).plain[""], first)
     assert drawn[0] == drawn[1]
+    # However many numbers a side draws for its weights.
+    given: list[Any] = []
+    for count in (1, 5):
+        held(lambda count=count: torch.rand(count) is None or given.append, inputs)
+    assert torch.equal(given[0], given[-1])
 
 
 def test_a_function_of_the_inputs_is_held_with_the_models_that_it_calls() -> None:
@@ -282,7 +287,7 @@ def test_a_function_is_imported_from_its_file_before_any_other_of_that_name(
 
 def test_models_that_a_held_call_calls_are_brought_back_with_it() -> None:
     model = Counts()
-    hold_callee(lambda: gl.tap("mine", model(X)), (), {}, WatchChoice())
+    assert hold_callee(lambda: gl.tap("mine", model(X)), (), {}, WatchChoice()).taps == ("mine",)
     holding.repeat_call()
     drop_call()
     assert model.calls.item() == 0

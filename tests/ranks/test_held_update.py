@@ -169,8 +169,9 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     assert found.of_results["out"].values.tolist() == [1.0]
     assert set(found.settings["lr"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert (found.not_repeated, found.has_closure, found.scale) == (False, False, 1.0)
+    watch.of_shards[0] = found.gradients["0.bias"]
     watch.begin_step()
-    assert (watch.accumulated, watch.of_results) == ({}, {})
+    assert (watch.accumulated, watch.of_results, watch.of_shards) == ({}, {}, {})
     assert (set(found.of_results), len(found.accumulated)) == ({"out"}, 4)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+from graftlab.base.world import Place
 from graftlab.ranks import process_setup
 
 
@@ -29,3 +33,24 @@ def test_each_message_in_a_log_has_the_time_at_which_it_was_logged(monkeypatch: 
     assert shown.getvalue().endswith(" INFO graftlab: logged\n")
     assert len(shown.getvalue().splitlines()) == len(lines) + 1
     assert not package.propagate
+
+
+def test_a_rank_of_a_job_on_several_machines_has_its_number_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(process_setup.os, "environ", {"RANK": "7", "OWN": "x"})
+    monkeypatch.setattr(process_setup.torch, "set_num_threads", lambda count: joined.update(threads=count))
+    monkeypatch.setattr(
+        process_setup.dist, "init_process_group", lambda *args, **options: joined.update(options, backend=args[0])
+    )
+    place, store, device = Place("target", 3, 4, 2), HashStore(), torch.device("cpu")
+    process_setup.join_process_group(place, device, "gloo", store, timeout=2.5, threads=6, local=(1, 2))
+    assert process_setup.os.environ == {
+        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        "OWN": "x",
+    }
+    assert joined["timeout"].total_seconds() == 2.5
+    assert {name: joined[name] for name in ("backend", "rank", "world_size", "threads")} == {
+        **{"backend": "gloo", "rank": 3, "world_size": 4},
+        "threads": 6,
+    }
+    assert joined["store"] is store

@@ -82,6 +82,22 @@ def test_a_signal_to_a_rank_that_has_just_ended_is_none(tmp_path: Path, monkeypa
     assert signals == [(7, 2), (7, 15)]
 
 
+def test_programs_of_a_rank_are_ended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process group may get its number later."""
+    ended: list[int] = []
+    monkeypatch.setattr(rank_process, "end_programs_of", ended.append)
+    with talking_ranks(tmp_path, 1, 1) as (talking, *_):
+        rank: Any = talking.rank
+        del rank.end_programs  # that of the stand-in
+        rank.pid = None
+        rank.end_programs()
+        rank.pid = 7
+        rank.end_programs()
+        rank.end_programs()
+        rank.pid = None
+    assert ended == [7]
+
+
 @pytest.mark.parametrize(
     ("sends", "start_limit", "expected"),
     [

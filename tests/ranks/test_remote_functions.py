@@ -95,10 +95,11 @@ def test_each_batch_has_its_outputs_or_its_own_failure(grafter: StandInGrafter) 
             raise ValueError("no such request")
         if "exit" in batch:
             raise SystemExit(2)
-        return [each.upper() for each in batch if each != "lost"]
+        return [each.upper() for each in batch if each != "lost"] * (2 if "more" in batch else 1)
 
     batches = [("0", ["a", "b"]), ("1", ["bad", "c"]), ("2", ["d", "lost"]), ("3", ["exit"]), ("4", ["e"])]
-    good, bad, short, left, last = feed_batches(answer, batches)
+    good, bad, short, left, last, long = feed_batches(answer, [*batches, ("5", ["more"])])
+    assert str(long.error).startswith("RequestError: the function returned 2 outputs for 1 request; return one for")
     assert (good.outputs, good.error) == (["A", "B"], None)
     assert bad.outputs == [None, None]
     assert str(bad.error).startswith("ValueError: no such request\n")

@@ -21,7 +21,7 @@ from graftlab.diffs.results import NamedTensors, is_written
 from graftlab.diffs.rounding import roundoff
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.ranks import held_call, holding
-from graftlab.ranks.autocast import no_autocast
+from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice, arguments_by_name
@@ -246,7 +246,7 @@ def test_gradients_of_the_script_stay_when_a_call_is_narrow_again() -> None:
         assert torch.equal(gradient, values)
 
 
-def test_what_the_script_computed_before_a_call_has_its_graph_after_repeated_backward_passes() -> None:
+def test_backward_passes_leave_the_graph_of_what_was_computed_before_a_call() -> None:
     model = net()
     scaled = model[0].weight.exp()
     held = of(lambda: torch.ones(2) @ scaled.T, model)
@@ -714,6 +714,15 @@ def test_a_description_names_the_taps_of_what_modules_return() -> None:
     assert set(described.values) < set(described.taps)
     assert set(described.values) == {"0", "1", "2", "output"}
 
+    def taps_twice() -> Tensor:
+        gl.tap("mine", x)
+        gl.tap("mine", x, kind="input")
+        result: Tensor = model(x)
+        return result
+
+    # The first call of a tap counts.
+    assert "mine" in of(taps_twice, model).describe().values
+
 
 def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:
     model = net()
@@ -802,6 +811,18 @@ def test_repetitions_in_an_autocast_block_keep_no_copies_of_weights() -> None:
         assert model(x).count_nonzero() == 0
         assert before.count_nonzero() == 2
         assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_autocasts_cache_is_as_before_afterwards(is_enabled: bool) -> None:
+    before = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(is_enabled)
+        with no_autocast_cache():
+            assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled() is is_enabled
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def test_autocast_is_left_on_the_devices_that_have_it() -> None:

@@ -136,7 +136,7 @@ def test_operators_that_round_what_none_has_computed_are_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers_are_moved_by_at_most_four_roundings_alike_each_time_and_masks_are_not(dtype: torch.dtype) -> None:
+def test_numbers_are_moved_alike_by_at_most_four_roundings_and_masks_are_not(dtype: torch.dtype) -> None:
     numbers = torch.linspace(-3, 3, 400)
     state = torch.get_rng_state()
     moved = rounded_at_random(numbers, dtype)

@@ -115,6 +115,32 @@ def test_taps_of_one_name_that_differ_in_a_tag_are_no_calls_of_each_other(tmp_pa
     assert taps(tmp_path, "{name}_{layer}", "layer") == [(0, "attn"), (1, "attn"), (2, "attn")]
 
 
+def test_files_that_differ_in_their_place_alone_are_calls_of_one_tap(tmp_path: Path) -> None:
+    for place in (10, 2):
+        write(tmp_path / f"{place}-a.npy", {"": VALUES + place})
+    side = gl.Recording.from_files(tmp_path, pattern="{index}-{name}")
+    assert [(entry.name, tensor[0, 0].item()) for entry, tensor, _ in side.taps(0)] == [("a", 2.0), ("a", 10.0)]
+
+
+def test_a_folder_travels_to_the_ranks_without_its_arrays(tmp_path: Path) -> None:
+    write(tmp_path / "a.npy", {"": torch.zeros(10_000)})
+    side = gl.Recording.from_files(tmp_path)
+    assert side.tensor("a").numel() == 10_000
+    sent = pickle.dumps(side)
+    assert len(sent) < 2_000
+    assert torch.equal(pickle.loads(sent).tensor("a"), torch.zeros(10_000))
+
+
+def test_a_file_may_take_eight_times_its_size_in_memory(tmp_path: Path) -> None:
+    sizes = []
+    for count in (0, 1000):
+        (tmp_path / "file").write_bytes(bytes(count))
+        with (tmp_path / "file").open("rb", buffering=0) as file:
+            sizes.append(array_files.most_bytes(file))
+    assert sizes[1] - sizes[0] == 8000
+    assert sizes[0] > 0
+
+
 def test_numbers_in_names_are_ordered_as_numbers(tmp_path: Path) -> None:
     for name in ("block10", "block2", "head"):
         write(tmp_path / f"{name}.npy", {"": VALUES})

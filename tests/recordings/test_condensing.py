@@ -85,3 +85,12 @@ def test_a_recording_that_became_larger_than_was_reckoned_is_refused(
         match=exactly("the recording has 9,798 bytes and may have 8,600; raise --graftlab-record-limit"),
     ):
         condense(whole, tmp_path / "small", 8_600)
+
+
+def test_a_tensor_that_is_kept_whole_keeps_its_layout(tmp_path: Path) -> None:
+    with gl.record(tmp_path / "whole"):
+        gl.tap("x", torch.zeros(4), layout="same")
+    assert condense(tmp_path / "whole", tmp_path / "small", 40_000) == []
+    layouts = [side._ranks[0][0][0].layout for side in map(gl.Recording, (tmp_path / "whole", tmp_path / "small"))]
+    assert layouts[0] is not None
+    assert layouts[0] == layouts[1]

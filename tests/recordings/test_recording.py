@@ -137,6 +137,12 @@ def test_what_checkpointing_computes_again_is_recorded_once(tmp_path: Path, monk
     assert gl.Recording(tmp_path).frame["name"].tolist() == ["x"]
 
 
+def test_a_taps_own_tag_is_recorded_rather_than_that_of_a_block_around_it(tmp_path: Path) -> None:
+    with gl.record(tmp_path), gl.tags(layer=1, head=5):
+        gl.tap("h", torch.ones(1), layer=2)
+    assert gl.Recording(tmp_path).frame[["layer", "head"]].values.tolist() == [[2, 5]]
+
+
 def test_a_recording_inside_a_recording_is_refused(tmp_path: Path) -> None:
     with gl.record(tmp_path / "outer"):
         with (
@@ -156,7 +162,9 @@ def test_taps_in_a_session_still_reach_it_while_they_are_recorded(
 ) -> None:
     grafter = become_rank(monkeypatch, "target")
     monkeypatch.setattr(grafter, "may_take", lambda path: path == "seen")
-    with gl.record(tmp_path, filter="name == 'recorded'"):
+    taken: list[Any] = []
+    monkeypatch.setattr(grafter, "tap", lambda *given: taken.append(given) or given[-1])
+    with gl.record(tmp_path / "recording", filter="name == 'recorded'"):
         recorder = calls.grafter()
         assert recorder is not None
         assert [recorder.may_take(path) for path in ("recorded", "seen", "other")] == [True, True, False]
@@ -166,8 +174,12 @@ def test_taps_in_a_session_still_reach_it_while_they_are_recorded(
         assert recorder.moment != before
         gl.step()
         assert grafter.next_step == step + 1
-        gl.tap("recorded", torch.ones(1))
+        value = torch.ones(1)
+        assert [recorder.tap("recorded", value, None, {}, each) for each in (True, False)] == [True, False]
+    assert taken == [("recorded", value, None, {}, True), ("recorded", value, None, {}, False)]
     assert calls.grafter() is grafter
+    # Its ranks are those of the session.
+    assert msgspec.json.decode((tmp_path / "recording" / "rank-00000" / "rank.json").read_bytes())["side"] == "target"
 
 
 def record_ranks(monkeypatch: pytest.MonkeyPatch, folder: Path, size: int, **tap: Any) -> None:
@@ -194,6 +206,35 @@ def test_the_sizes_of_a_layouts_axes_are_recorded_where_they_suffice(
     record_ranks(monkeypatch, tmp_path, 4, layout=layout)
     lines = [msgspec.json.decode(index_of(tmp_path).read_bytes().splitlines()[0])]
     assert [line["layout"] for line in lines] == [{"text": layout, "mesh": mesh and [*map(list, mesh)]}]
+
+
+def test_a_recording_of_many_bytes_is_in_several_files_each_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_SHARD", 24)
+    record_two_steps(tmp_path)
+    files = sorted((tmp_path / "rank-00000").glob("*.safetensors"))
+    assert [len(safetensors.torch.load_file(each)) for each in files] == [2, 2]
+    assert [tensor[0].item() for _, tensor, _ in gl.Recording(tmp_path).taps(0)] == [0.0, 1.0, 10.0, 11.0]
+
+
+def test_the_bytes_of_a_tap_include_those_of_its_extras() -> None:
+    assert writer.PendingTap(0, "h", {}, torch.zeros(4), extra_tensors={"ids": torch.zeros(2)}).nbytes == 24
+
+
+def test_a_truncated_recording_is_opened_in_part_by_any_of_its_names(tmp_path: Path) -> None:
+    record_two_steps(tmp_path)
+    index = index_of(tmp_path)
+    index.write_text("".join(f"{line}\n" for line in index.read_text().splitlines()[:3]))
+    assert len(gl.Recording.open(tmp_path, partial=True).frame) == 3
+
+
+def test_a_file_of_tensors_with_a_header_beyond_any_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_two_steps(tmp_path)
+    monkeypatch.setattr(tensor_file, "_LONGEST_HEADER", 50)
+    path = tmp_path / "rank-00000" / "000000.safetensors"
+    with path.open("rb", buffering=0) as file, pytest.raises(ValueError, match="cut short or not safetensors"):
+        tensor_file.tensor_places(file)
 
 
 @pytest.mark.filterwarnings("ignore::graftlab.GraftWarning")

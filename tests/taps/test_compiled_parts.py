@@ -72,3 +72,15 @@ def test_only_a_compilation_ahead_of_time_is_taken_for_one(
     assert compiled._is_for_aot_inductor() is expected
     monkeypatch.delitem(sys.modules, "torch._inductor.virtualized")
     assert compiled._is_for_aot_inductor() is False
+
+
+def test_each_set_of_names_has_a_choice_that_ends_with_its_block() -> None:
+    before = compiled._choice
+    chosen = []
+    for names in (("a",), ("b", "c"), ("a",)):
+        with compiled.only_taps(names):
+            chosen.append(compiled._choice)
+            assert [each for each in "abc" if compiled._is_chosen(each, (), str(compiled._choice))] == [*names]
+        assert compiled._choice == before
+    assert len({*chosen}) == 2
+    assert chosen[0] == chosen[2]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.recorder import Recorder
 from kit.refusals import exactly
 
 import graftlab as gl
@@ -78,5 +79,24 @@ def test_functions_that_torch_has_not_are_refused() -> None:
         match=exactly("torch has no function 'scaled_product'; write 'scaled_dot_product_attention' or 'softmax'"),
     ):
         gl.watch(model, functions=["scaled_product"])
+    # Some are nowhere but in torch.linalg.
+    assert gl.watch(model, functions=["svdvals", "softmax"]).names == ["output"]
     with pytest.raises(TypeError, match=exactly("functions is a sequence of names, such as ('softmax',)")):
         gl.watch(model, functions="softmax")
+
+
+def test_functions_are_tapped_until_the_models_call_ends_however_it_ends(recorder: Recorder) -> None:
+    class Softmax(torch.nn.Module):
+        def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+            x = x.softmax(-1)
+            if fails:
+                raise RuntimeError("in the forward")
+            return x
+
+    model, x = Softmax(), torch.ones(2)
+    with gl.watch(model, functions=["softmax"], exclude="True"):
+        model(x, False)
+        with pytest.raises(RuntimeError, match="in the forward"):
+            model(x, True)
+        x.softmax(-1)
+    assert recorder.names == ["softmax.in[0]", "softmax.out"] * 2

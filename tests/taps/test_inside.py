@@ -338,6 +338,10 @@ def test_the_second_and_later_operations_of_a_line_are_numbered_in_words() -> No
     assert [*endings.values()] == ["", ".2nd", ".3rd", ".4th", ".11th", ".12th", ".13th", ".22nd"]
     assert operation_names._numbered([*same], same[110]) == ".111th"
     assert operation_names._numbered(same[::-1], same[20]) == ".21st"
+    # Operands are computed before the call that is written first.
+    outer = ast.parse("f(f(x))").body[0].value  # type: ignore[attr-defined]
+    calls = [outer, outer.args[0]]
+    assert [operation_names._numbered([*calls], each) for each in calls] == [".2nd", ""]
 
 
 def test_other_modes_are_no_code_of_the_model(recorder: Recorder) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.grafters import StandInGrafter
 from kit.refusals import exactly
 from kit.support import own_value, run_cell
 
@@ -150,6 +151,15 @@ def test_a_decorator_adds_tags_computed_from_each_calls_arguments(recorder: Reco
     assert results == [10, 11]
     assert recorder.tags_of("h") == [{"layer": 0, "phase": "decode"}, {"layer": 1, "phase": "decode"}]
     assert Layer.forward.__doc__ == "The docstring stays."
+
+
+def test_a_decorators_fixed_tags_precede_computed_ones(recorder: Recorder) -> None:
+    @gl.tags(lambda number: {"layer": number, "phase": "decode"}, layer=7)
+    def block(number: int) -> None:
+        gl.tap("h", number)
+
+    block(1)
+    assert recorder.tags_of("h") == [{"layer": 7, "phase": "decode"}]
 
 
 def test_a_decorator_with_fixed_tags_nests_in_recursion(recorder: Recorder) -> None:
@@ -564,3 +574,53 @@ def test_a_trace_leaves_the_calls_as_they_were_before_it() -> None:
         fail()
     assert seen == [traced, True]
     assert (taps._grafter, taps._handler, taps._traced, taps._is_tracing, taps._are_wanted) == before
+
+
+class Choosy(StandInGrafter):
+    """A grafter whose plan may match one tap alone."""
+
+    def may_take(self, path: str) -> bool:
+        return path == "h"
+
+
+@pytest.fixture
+def grafter(monkeypatch: pytest.MonkeyPatch) -> Choosy:
+    """The grafter of this process, which is a rank for a test."""
+    for name in ("_grafter", "_handler", "_here", "_traced", "_is_tracing", "_are_wanted", "_route"):
+        monkeypatch.setattr(taps, name, getattr(taps, name))
+    monkeypatch.setattr("os.register_at_fork", lambda **_: None)
+    grafter = Choosy()
+    taps.activate(grafter, None, SimpleNamespace(), bool)  # type: ignore[arg-type]
+    return grafter
+
+
+def test_graphs_have_taps_where_the_plan_may_match_one_or_something_else_takes_them(grafter: Choosy) -> None:
+    assert taps.are_wanted()
+    taps.want_taps(grafter, False)
+    assert not taps.are_wanted()
+    with taps.tracing(SimpleNamespace(), bool):  # type: ignore[arg-type]
+        assert taps.are_wanted()
+    assert not taps.are_wanted()
+    other: Any = Recorder()
+    taps.redirect_taps(other, lambda thread: other)
+    assert taps.are_wanted()
+    taps.redirect_taps(None)
+    assert not taps.are_wanted()
+    # A recorder in the grafter's place has a plan that matches nothing.
+    taps.want_taps(other, False)
+    assert taps.are_wanted()
+    taps.want_taps(grafter, False)
+    taps.activate(grafter, None, SimpleNamespace(), bool)  # type: ignore[arg-type]
+    assert taps.are_wanted()
+
+
+def test_what_takes_taps_in_the_grafters_place_may_take_all(grafter: Choosy) -> None:
+    assert [taps.may_take(path) for path in ("h", "x")] == [True, False]
+    other: Any = Recorder()
+    taps.redirect_taps(other)
+    assert [taps.may_take(path) for path in ("h", "x")] == [True, True]
+    taps.deactivate()
+    assert not taps.may_take("h")
+    # Without a grafter nothing can take them.
+    taps.redirect_taps(other)
+    assert not taps.may_take("h")

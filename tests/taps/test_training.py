@@ -259,6 +259,22 @@ def test_a_step_shows_settings_gradients_state_and_weights_in_their_order(record
     assert recorder.tags["m.0.weight param"] == {"kind": "param", "updated": True}
 
 
+def test_gradients_come_in_the_order_of_their_own_steps_backward_pass(recorder: Recorder) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gl.watch_training(model, optimizer):
+        orders = []
+        for weights in ((0, 1), (1, 0), (0,), ()):
+            for which in weights:
+                model[which].weight.sum().backward()
+            recorder.shown.clear()
+            optimizer.step()
+            orders.append([name for name in recorder.names if name.endswith("param_grad")])
+    first, last = "0.weight param_grad", "1.weight param_grad"
+    # Those without a gradient in this step have that of an earlier one, the last weights first.
+    assert orders == [[first, last], [last, first], [first, last], [last, first]]
+
+
 @pytest.mark.parametrize("is_grafted", [False, True])
 def test_a_scalers_factor_is_left_out_and_put_back_with_a_graft(is_grafted: bool, recorder: Recorder) -> None:
     weight = nn.Parameter(torch.ones(3))

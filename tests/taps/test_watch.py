@@ -14,6 +14,9 @@ from kit.support import own_value
 from torch import nn
 
 import graftlab as gl
+from graftlab.taps.compiled_calls import outermost_modules
+from graftlab.taps.hooks import is_called_from_python
+from graftlab.taps.module_inputs import Argument, ModuleCall, ModuleInputs
 from graftlab.taps.watch import weights_of
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -244,6 +247,7 @@ WRAPPERS = {
     "not": lambda model: model,
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "data parallel": nn.DataParallel,
+    "a subclass": type("OwnParallel", (nn.DataParallel,), {}),
     "PEFT": PeftModel,
     "checkpointed": checkpointed,
     "several": lambda model: nn.DataParallel(PeftModel(checkpointed(model))),
@@ -349,6 +353,84 @@ def test_unwatchable_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ZeroDivisionError):
         gl.watch(model, include=lambda name: name != "head" or 1 / 0)
     assert hooks_of(model) == before
+
+
+class Inner(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x * scale + shift,)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.chain = nn.Sequential(nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (y,) = self.inner(x, scale=x[:2].repeat(2), shift=x.double())
+        return self.chain(x) + y
+
+
+def test_inputs_of_a_module_have_its_taps_name_and_their_arguments(recorder: Recorder) -> None:
+    model, x = Outer(), torch.ones(4)
+    seen: list[tuple[str, Any]] = []
+    record = recorder.tap
+
+    def tap(name: str, value: Any, extras: Any, tags: Any, replace: bool = False) -> Any:
+        seen.append((name, tags.get("argument")))
+        return record(name, value, extras, tags, replace)
+
+    recorder.tap = tap  # type: ignore[method-assign]
+    inputs = ModuleInputs(["inner[0]", "chain.0"], ["inner[0]", "chain.0"], {"inner[0]": {"scale": "factor"}})
+    with gl.watch(model), inputs:
+        model(x)
+    assert [each for each in seen if each[0].endswith(".in")] == [
+        ("output.in", "first"),
+        *(("inner[0].in", "first"), ("inner[0].in", "factor"), ("inner[0].in", "shift")),
+        *(("chain.in", "first"), ("chain.0.in", "first")),
+    ]
+    # The call has its own names of the parameters, and both modules are given one tensor.
+    others = (Argument("scale", "float32", 4), Argument("shift", "float64", 4))
+    assert inputs.calls["inner[0]"] == ModuleCall("inner", ("output",), "forward", True, 1, others)
+    assert inputs.calls["chain.0"] == ModuleCall("chain.0", ("chain", "output"), "forward", False, 1)
+    seen.clear()
+    model(x)
+    assert seen == []
+
+
+def test_inputs_are_called_after_the_output_itself_where_it_is_known(recorder: Recorder) -> None:
+    model = Outer()
+    with gl.watch(model), ModuleInputs(["inner"], ["inner[0]", "inner"]) as inputs:
+        model(torch.ones(4))
+    assert [*inputs.calls] == ["output", "inner"]
+
+
+def test_the_outermost_modules_of_a_function_are_those_that_no_module_calls() -> None:
+    hooks = torch.nn.modules.module
+    before = [dict(each) for each in (hooks._global_forward_pre_hooks, hooks._global_forward_hooks)]
+    model, other = Outer(), nn.Identity()
+
+    def twice(x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        x = other(model(model(x)))
+        assert not fails
+        return x
+
+    assert outermost_modules(twice, (torch.ones(4),), {}) == [model, other]
+    with pytest.raises(AssertionError):
+        outermost_modules(twice, (torch.ones(4),), {"fails": True})
+    with pytest.raises(RuntimeError):
+        outermost_modules(twice, (torch.ones(3),), {})
+    # A call that raised is over.
+    assert outermost_modules(twice, (torch.ones(4),), {}) == [model, other]
+    assert [dict(each) for each in (hooks._global_forward_pre_hooks, hooks._global_forward_hooks)] == before
+
+
+def test_python_calls_a_module_of_torchscript_and_none_inside_it() -> None:
+    script, plain = torch.jit.ScriptModule(), nn.Identity()
+    assert is_called_from_python("", {"": script})
+    assert not is_called_from_python("a", {"": script, "a": plain})
+    assert not is_called_from_python("a.b", {"": plain, "a": script, "a.b": plain})
+    assert is_called_from_python("a.b", {"": plain, "a": plain, "a.b": script})
 
 
 # ---- and back -------------------------------------------------------------------------------------------------------

@@ -58,6 +58,13 @@ def test_only_the_call_whose_tags_have_more_calls_is_reported() -> None:
     assert said.startswith("The target reaches gate (t=2) 2 times and the baseline 1 time. ")
 
 
+def test_a_tap_with_extra_calls_in_several_steps_is_reported_once() -> None:
+    first = rows(*[("grafted", "target", "gate", {})] * 2, ("unmatched", "target", "gate", {}))
+    later = rows(*[("grafted", "target", "gate", {})] * 4, ("unmatched", "target", "gate", {})).assign(step=1)
+    (said,) = extra_calls(pd.concat([first, later], ignore_index=True), ["gate"])
+    assert said.startswith("The target reaches gate 3 times and the baseline 2 times. ")
+
+
 def in_order(*given: tuple[str, str, str, int]) -> pd.DataFrame:
     """A row for each status, side, name and order, of the run's third step."""
     lines = [
@@ -117,3 +124,16 @@ def test_a_value_of_the_target_alone_counts_in_the_targets_own_order() -> None:
     given = in_order(*far, ("grafted", "target", "g", 4))
     assert before(given, "g") == ""
     assert before(given, "c") == "Before g the target alone has b, which was not compared."
+
+
+def test_values_before_a_tap_are_those_of_its_rank_and_of_the_baselines_first() -> None:
+    ours = in_order(("grafted", "target", "a", 1), ("missing", "target", "norm", 2), ("grafted", "target", "head", 3))
+    theirs = in_order(("grafted", "target", "x", 2), ("missing", "target", "own", 2), ("grafted", "target", "head", 3))
+    both = pd.concat([ours, theirs.assign(rank=1)], ignore_index=True)
+    named = [only_before(both, {"g": {"name": "head", "order": 3, "step": 0, "rank": rank}}) for rank in (0, 1)]
+    assert named == [{"g": "Before g the target alone has norm, which was not compared."}, {}]
+    lost = in_order(("unmatched", "baseline", "norm", 1))
+    second = pd.concat([in_order(("grafted", "target", "head", 1)).assign(rank=1), lost], ignore_index=True)
+    assert only_before(second, {"g": {"name": "head", "order": 1, "step": 0, "rank": 1}}) == {
+        "g": "Before g the baseline alone has norm, which was not compared."
+    }

@@ -155,6 +155,10 @@ def test_the_sentence_states_both_factors() -> None:
         in said
     )
     assert said.endswith("not named (out@grad, up.weight@param_grad).")
+    # A factor of the loss is a number above one, or one over such a number.
+    even = evens_out([1.5, 1.5], [1 / 1.5, 1 / 1.5], 2, 2).text
+    assert " 1.5 " in even
+    assert "1/0." not in even
 
 
 def weights_rows(

@@ -283,7 +283,7 @@ def test_a_table_that_differs_by_little_more_than_rounding_is_nearly_equal() -> 
         assert nearly_equal_weights(differing, 5.0) is None
 
 
-def test_the_largest_number_of_a_weight_decides_how_far_one_of_its_numbers_may_be_off() -> None:
+def test_the_largest_number_of_a_weight_sets_the_limit_for_each() -> None:
     # It is the least one here.
     assert nearly_equal_weights(weight("float32", 5e-6, 9e-5), 5.0) is not None
     assert nearly_equal_weights(weight("float32", 5e-6, 1.1e-4), 5.0) is None

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from graftlab.base.tap_groups import group_of
+from graftlab.base.world import Side
 from graftlab.taps.module_inputs import KIND, Argument, ModuleCall
 from graftlab.verdict.origins import (
     ErrorOrigin,
@@ -225,7 +226,7 @@ def test_each_call_is_judged_by_the_inputs_before_it() -> None:
 
 
 def test_wrong_inputs_are_one_only_if_both_the_code_and_the_arguments_are_alike() -> None:
-    at = {"target": "m"}
+    at: dict[Side, str] = {"target": "m"}
     one = ErrorOrigin("a", "a", 0, 0, 0, False, at, ("a",), given_to="m", arguments=("second",))
     assert _is_given_the_same(one, replace(one, group="b", tap="b", taps=("b",)))
     assert not _is_given_the_same(one, replace(one, arguments=("third",)))

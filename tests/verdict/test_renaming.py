@@ -37,6 +37,9 @@ def test_a_differing_word_is_suggested_as_a_rename() -> None:
     assert "target names have 'h' for 'layers'" in said
     _, _, _, pattern, new, *_ = shlex.split(said[said.index("%graft") :])
     assert re.sub(pattern, new, "h.3.attn") == "layers.3.attn"
+    # A part of a word is none.
+    paths = [f"layers.{n}.path" for n in range(4)]
+    assert "pairs 4 names" in str(suggested_rename(run([name.replace("layers", "h") for name in paths], paths)))
 
 
 @pytest.mark.parametrize(

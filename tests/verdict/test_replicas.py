@@ -172,6 +172,10 @@ def test_values_that_ranks_compute_from_other_inputs_are_not_judged() -> None:
     checked = check(*ranks)
     assert [each.name for each in judged(checked, [])] == ["h"]
     assert judged(checked, ["ids"]) == []
+    # An input is none itself, and what is stated to be a copy is one whatever the inputs are.
+    assert judged(checked, ["h"]) == []
+    stated = check(*ranks, declared=lambda name: BOTH if name == "h" else None)
+    assert [each.name for each in judged(stated, ["ids"])] == ["h"]
     assert text_of_check(checked, ["ids"]).startswith("The ranks' inputs differ: ids.")
 
 
@@ -216,6 +220,8 @@ def test_a_copy_that_passes_on_its_difference_is_not_a_partial_sum() -> None:
 def test_tensors_of_zeros_have_no_direction() -> None:
     zeros, other = sketch("x", NUMBERS[0] * 0), sketch("x", NUMBERS[0])
     assert [_cosine(zeros, zeros), _cosine(zeros, other), _distance(zeros, zeros)] == [0.0, 0.0, 0.0]
+    # But a rank without values does not agree with one that has some.
+    assert [_distance(zeros, other), _distance(other, zeros)] == [1.0, 1.0]
     assert _cosine(other, other) == pytest.approx(1.0)
 
 
@@ -274,3 +280,11 @@ def test_later_copies_that_differ_follow_the_first_and_inferred_layouts_are_mark
     assert inferred.startswith("Layouts were inferred from the values, so a difference may be intended.")
     declared = check(*ranks, declared=lambda name: BOTH)
     assert "inferred" not in text_of_check(declared, [])
+
+
+def test_ranks_of_several_meshes_have_copies_on_each_of_them() -> None:
+    meshes = [Replicas("replicate", ((0, 1),)), Replicas("replicate", ((2, 3),))]
+    shown = [[sketch("x", NUMBERS[rank // 2], declared=meshes[rank // 2])] for rank in range(4)]
+    assert only(check(*shown)).relation == "agrees"
+    shown[3] = [sketch("x", NUMBERS[1] + 0.1, declared=meshes[1])]
+    assert (only(check(*shown)).relation, only(check(*shown)).ranks) == ("disagrees", (3,))

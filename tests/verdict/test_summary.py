@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from kit.rows import row
 
 import graftlab as gl
@@ -131,6 +132,16 @@ def test_a_nan_is_not_zero() -> None:
     ]
 
 
+def test_values_that_a_graft_replaced_are_not_said_to_differ_in_numbers() -> None:
+    grafted = {"name": "a", "rel_l2": 0.1, "status": "grafted", "nonfinite_differ": 3}
+    assert differences(frame(grafted, {"name": "b"})) == [
+        f"grafted 1 tap; first divergent after it: none; the only compared row, b on target[0], is equal, which is not "
+        f"above {FLOOR}",
+        "every compared row is equal",
+        "grafts replaced differences of up to rel_l2 1.00e-01 at a on target[0]",
+    ]
+
+
 def test_values_without_a_finite_number_are_not_called_equal() -> None:
     said = differences(frame({"name": "a"}, {"name": "b", "rel_l2": math.nan}))
     assert "all finite values are equal" in said
@@ -217,3 +228,13 @@ def test_a_run_without_rows_lacks_all_that_its_first_plan_grafts_or_keeps() -> N
     plans = [gl.GraftPlan(b2t="name == 'a'", keep="layer == 1"), gl.GraftPlan(b2t="name == 'b'").edit()]
     assert unmatched_filters(plans, to_frame([])) == {"b2t": "name == 'a'", "keep": "layer == 1"}
     assert unmatched_filters(plans, to_frame([row("b", plan_version=1)])) == {}
+
+
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], {1: 2}, {1, 2}, torch.float16])
+def test_a_filter_of_a_tag_that_rows_have_only_in_words_may_have_matched(value: Any) -> None:
+    run = to_frame([row("a", own={"head": value}), row("b", own={"head": "x"})])
+    run["tags"] = [{**tags, "head": tags["head"] if tags["head"] == "x" else repr(value)} for tags in run["tags"]]
+    assert unmatched_filters([gl.GraftPlan(b2t="head == 3")], run) == (
+        {"b2t": "head == 3"} if value is torch.float16 else {}
+    )
+    assert unmatched_filters([gl.GraftPlan(b2t="head == 3")], run[run["name"] == "b"]) == {"b2t": "head == 3"}
