@@ -182,7 +182,7 @@ def test_the_parametrization_of_a_weight_that_code_reads_is_no_model() -> None:
     with OutermostCalls(lambda module, args, kwargs: seen.append(module)):
         model.weight.norm()
         model(torch.ones(1, 2))
-        # It may have weights of its own, as LoRA's does.
+        # It may have weights, as that of LoRA has.
         nn.utils.parametrize.register_parametrization(model, "bias", nn.Linear(2, 2))
         model.bias.norm()
     assert seen == [model]

@@ -24,7 +24,7 @@ Q, K, BIAS, TABLE = drawn(1, 6, 8), drawn(2, 4, 8), drawn(3, 6), drawn(4, 10, 8)
         (torch.stack((Q, Q)), True),
         (torch.cat((BIAS, BIAS + 1)), True),
         (TABLE, False),
-        # One row of its own is enough.
+        # One row that no weight has is enough.
         (torch.cat((Q[:1], TABLE, Q[1:])), False),
         (BIAS + 1, False),
         (Q[:, :3].contiguous(), True),
@@ -39,7 +39,7 @@ def test_fused_and_transposed_weights_are_known_and_a_table_is_not(stored: Tenso
     assert is_made_of(samples_of(stored.bfloat16()), own) is is_own
 
 
-def test_tensors_that_cannot_be_compared_by_rows_are_left_out_of_what_a_constant_may_be_made_of() -> None:
+def test_constants_are_not_made_of_sparse_tensors_or_those_of_other_classes() -> None:
     class Own(torch.Tensor):
         pass
 
@@ -57,7 +57,7 @@ def test_what_a_call_computes_itself_or_from_what_is_known_is_not_stored() -> No
     assert stored_in_16_bits(lambda: TABLE.bfloat16() * 2, []) == {}
 
 
-def test_what_an_operator_of_another_library_writes_to_is_not_stored() -> None:
+def test_what_operators_of_other_libraries_write_to_is_not_stored() -> None:
     @torch.library.custom_op("graftlab_tests::put", mutates_args=("cache",))
     def put(cache: Tensor, x: Tensor) -> None:
         cache[:] = x
