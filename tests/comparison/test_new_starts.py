@@ -25,6 +25,7 @@ from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd, held_unit
 from graftlab.ranks.recorded_step import RecordSummary
+from graftlab.rows.schema import COLUMNS
 from graftlab.verdict.findings import Findings
 
 
@@ -246,3 +247,12 @@ def test_each_start_has_a_backward_pass_only_where_both_calls_may_have_one(
     ]
     found = scripts.judge_call(calls[:1], calls[1:], "a choice", None)
     assert found == ("call 3 of Net moved", backward, "a choice")
+
+
+def test_scripts_that_do_not_repeat_themselves_have_no_rows_of_the_last_run() -> None:
+    last = pd.DataFrame([{**dict.fromkeys(COLUMNS, 0), "name": "h", "tags": {}, "status": "ok"}])
+    scripts = started(SimpleNamespace(frame=last, options=SimpleNamespace(target=2)))
+    compared = scripts._not_comparable("It moves.", JudgingChoice(threshold=7.0))
+    found = compared.findings
+    assert (len(found.frame), found.inconclusive, found.threshold, found.target_ranks) == (0, ["It moves."], 7.0, 2)
+    assert (compared.answer, compared.runs) == ("inconclusive", 2)

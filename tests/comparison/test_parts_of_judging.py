@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graftlab.comparison import call_remarks, closer_look, functions, held_calls
-from graftlab.comparison.answers import ComparisonStopped, ReasonedAnswer, answer_of, known_at
+from graftlab.comparison.answers import Comparison, ComparisonStopped, ReasonedAnswer, answer_of, known_at
 from graftlab.comparison.call_remarks import (
     difference_without_taps,
     differing_numbers,
@@ -26,7 +26,8 @@ from graftlab.comparison.call_remarks import (
 )
 from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.held_calls import why_no_backward
-from graftlab.comparison.held_units import why_not_held
+from graftlab.comparison.held_units import HeldUnits, why_not_held
+from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
 from graftlab.comparison.other_work import other_batch
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
@@ -378,3 +379,72 @@ def test_an_agreement_alone_is_withdrawn_and_only_for_a_reason() -> None:
     other = ReasonedAnswer("agree")
     assert other.withdraw_agreement("differ")
     assert other.answer == "differ"
+
+
+def held(ours: list[CallDescription], theirs: list[CallDescription]) -> HeldUnits:
+    return HeldUnits(ours, theirs)
+
+
+def in_training(*tokens: int, needs: bool = True, shape: tuple[int, ...] = ()) -> list[CallDescription]:
+    """Calls that return a loss, or a tensor of this shape, and are given this many tokens on each rank."""
+    given = [{"['ids']": torch.ones(count, dtype=torch.int64)} for count in tokens]
+    return [call(torch.ones(shape), needs_backward=needs, whole_numbers=numbers) for numbers in given]
+
+
+def differing(shape: tuple[int, ...] = (), group: str = "loss", **found: Any) -> Comparison:
+    frame = pd.DataFrame([{"name": group, "group": group, "label": "culprit", "shape": shape, "ratio": 9.0}])
+    findings = Findings(frame, 5.0, 1, **found)
+    return Comparison(findings, 2, None, None, "differ", ("Said before.",))  # type: ignore[arg-type]
+
+
+def test_sums_over_parts_of_a_batch_may_differ_for_that_reason() -> None:
+    parts = held(in_training(4), in_training(2))
+    for compared in (differing(), differing((8,), "w@param_grad"), differing((8,), "h@grad")):
+        found = unless_of_a_part(compared, parts)
+        assert (found.answer, len(found.remarks)) == ("inconclusive", 2)
+        assert found.remarks[0].startswith("The baseline's call is given 4 numbers, such as tokens or labels, and the")
+    for compared in (differing((8,), "h"), differing(unexplained=["x"]), differing(data=["x"])):
+        assert unless_of_a_part(compared, parts) is compared
+    compared = differing()
+    for other in (
+        # As many, or each rank a part of the batch, or not in training.
+        held(in_training(4), in_training(4)),
+        held(in_training(4, 4), in_training(2, 2)),
+        held(in_training(4), in_training(2, needs=False)),
+    ):
+        assert unless_of_a_part(compared, other) is compared
+    agreeing = replace(compared, answer="agree")
+    assert unless_of_a_part(agreeing, parts) is agreeing
+
+
+def test_a_call_is_left_to_the_update_if_one_side_splits_its_batch_or_calls_in_another_order() -> None:
+    parts, alike = held(in_training(4), in_training(2)), held(in_training(4), in_training(4))
+    other_order = held(in_training(4), in_training(4, needs=False))
+    unclear = replace(differing(), answer="inconclusive")
+    said = why_left_to_update(unclear, parts)
+    assert said is not None
+    assert said.startswith("Not checked: single calls, whose results have different shapes on the two sides")
+    shapes = held(in_training(4, shape=(4,)), in_training(4, shape=(2,)))
+    assert why_left_to_update(unclear, shapes) == said
+    other = why_left_to_update(differing(), other_order)
+    assert other is not None
+    assert other.startswith("Not checked: single calls, some of which need gradients on one side alone")
+    for compared, units in ((unclear, alike), (unclear, other_order), (differing(), parts), (differing(), alike)):
+        assert why_left_to_update(compared, units) is None
+
+
+def test_calls_of_which_one_needs_gradients_may_do_other_work_if_they_have_other_tokens() -> None:
+    compared = differing()
+    found = perhaps_of_other_work(compared, held(in_training(4, needs=False), in_training(2)))
+    assert found.answer == "differ"
+    assert found.remarks[0].startswith(
+        "The baseline's call is given 4 numbers, such as tokens, without gradients, and the target's 2, with gradients."
+    )
+    assert found.remarks[1:] == compared.remarks
+    unclear = replace(compared, answer="inconclusive")
+    for each, units in (
+        (compared, held(in_training(4), in_training(4, needs=False))),
+        (compared, held(in_training(4), in_training(2))),
+        (unclear, held(in_training(4), in_training(2, needs=False))),
+    ):
+        assert perhaps_of_other_work(each, units) is each

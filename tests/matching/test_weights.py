@@ -15,9 +15,11 @@ from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import MatchError
-from graftlab.layouts import join_parts, parse_layout
+from graftlab.layouts import Scale, join_parts, parse_layout
 from graftlab.matching.converting import _fused
 from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.weights import WeightMatch
 
 
 def outputs(found: object) -> torch.Tensor:
@@ -412,6 +414,44 @@ def test_gates_of_a_recurrent_layer_in_different_orders_are_named() -> None:
     assert problem.endswith(": all gates of one recurrent layer must have the same order")
     # The target's code may count its gates in another order.
     assert gl.match_weights(*gates_first(lambda name: True)).clean
+
+
+def test_a_match_is_clean_without_problems_and_with_a_partner_for_each_of_the_targets() -> None:
+    assert WeightMatch((), {"left": "why"}).clean
+    assert not WeightMatch((), {}, {"left": "why"}).clean
+    assert not WeightMatch((), {}, {}, ("a is not b.",)).clean
+
+
+def test_a_scaled_weight_has_whole_factors_and_constants_up_to_rounding() -> None:
+    weight = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
+    noise = 1 + 1e-5 * torch.randn(12, 9, generator=torch.Generator().manual_seed(1))
+    cases = [((-1.0, 0.0), -weight), ((1.0, 2.0), weight + 2), ((-1.0, 3.0), 3 - weight)]
+    for (factor, add), changed in cases:
+        (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": changed * noise}).pairs
+        assert pair.layout.steps == (Scale(factor, add),)
+        (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": (changed * noise).T}).pairs
+        assert pair.layout.steps[-1] == Scale(factor, add)
+    (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": weight * 0.5 + 0.3}).pairs
+    (scale,) = pair.layout.steps
+    assert isinstance(scale, Scale)
+    assert (scale.factor, scale.add) == pytest.approx((0.5, 0.3), rel=1e-5)
+
+
+def test_few_numbers_that_are_equal_by_chance_show_no_partner() -> None:
+    ours, theirs = torch.tensor([0.0, 1.0] * 16), torch.tensor([0.0, 0.0, 1.0, 2.0] * 8)
+    match = gl.match_weights({"a.mask": ours}, {"b.mask": theirs})
+    assert not any("of its values are equal" in pair.note for pair in match.pairs)
+
+
+def test_notes_that_differ_in_numbers_alone_are_shown_once_with_the_number_of_layers() -> None:
+    notes = ["off by 0.1", "off by 2e-3", "off by 3", "another"]
+    pairs = tuple(Pair(f"h.{n}.x", f"l.{n}.x", note=note) for n, note in enumerate(notes))
+    page = Proposal(pairs)._repr_mimebundle_()["text/html"]
+    assert "off by 0.1 (and similarly, with different numbers, in 2 more layers); another<" in page
+    assert "off by 2e-3" not in page
+    left = Proposal((), {"a.0": "no 3", "a.1": "no 4", "b": "no 3"})._repr_mimebundle_()["text/html"]
+    assert "a.0 … a.1 (2 taps)" in left
+    assert "no 3 (and similarly, with different numbers, in 1 more layer)" in left
 
 
 def test_arguments_that_are_not_states_are_refused() -> None:
