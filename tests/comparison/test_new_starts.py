@@ -250,7 +250,7 @@ def test_each_start_has_a_backward_pass_only_where_both_calls_may_have_one(
 
 
 def test_scripts_that_do_not_repeat_themselves_have_no_rows_of_the_last_run() -> None:
-    last = pd.DataFrame([{**dict.fromkeys(COLUMNS, 0), "name": "h", "tags": {}, "status": "ok"}])
+    last = pd.DataFrame([{**dict.fromkeys(COLUMNS, 0), "name": "h", "tags": {}, "status": "compared"}])
     scripts = started(SimpleNamespace(frame=last, options=SimpleNamespace(target=2)))
     compared = scripts._not_comparable("It moves.", JudgingChoice(threshold=7.0))
     found = compared.findings

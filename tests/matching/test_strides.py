@@ -296,3 +296,36 @@ def test_one_number_unlike_thousands_of_others_is_seen() -> None:
             values[at] = other
             assert not sketch_of(values).constant
     assert sketch_of(torch.zeros(10_000)).constant
+
+
+@pytest.mark.parametrize(
+    ("found", "whole", "shape", "text"),
+    [
+        (Strides(0, (24,), (1,)), (24,), (4, 6), "rearrange('(a b) -> a b', b=6)"),
+        (Strides(0, (24,), (1,)), (4, 6), (24,), "a b -> (a b)"),
+        (Strides(0, (24,), (1,)), (2, 12), (8, 3), "rearrange('a (b c) -> (a b) c', c=3)"),
+        (Strides(0, (24,), (1,)), (4, 6), (4, 6), "same"),
+        (Strides(0, (6, 4), (1, 6)), (4, 6), (6, 4), "a b -> b a"),
+        (Strides(0, (6, 4), (1, 6)), (4, 6), (24,), "a b -> (b a)"),
+        (Strides(6, (6,), (1,)), (4, 6), (6,), "window(dim=0, start=1, length=1) | 1 a -> a"),
+        (Strides(18, (6,), (1,)), (4, 6), (6,), "window(dim=0, start=-1, length=1) | 1 a -> a"),
+        (Strides(12, (12,), (1,)), (4, 6), (2, 6), "part(index=1, of=[1, 1], dim=0)"),
+        (Strides(0, (3, 6), (6, 1)), (4, 6), (3, 6), "part(index=0, of=[3, 1], dim=0)"),
+    ],
+)
+def test_strides_are_put_into_words_whatever_digits_they_were_found_in(
+    found: Strides, whole: tuple[int, ...], shape: tuple[int, ...], text: str
+) -> None:
+    layout = layout_of(found, whole, shape)
+    assert layout.text == text
+    values = torch.arange(math.prod(whole))
+    assert layout.local(values.reshape(whole)).flatten().tolist() == found.taken(values.numpy()).tolist()
+
+
+def test_a_few_extreme_values_that_are_near_show_no_partner() -> None:
+    for size, is_found in ((7, False), (8, True)):
+        taps = [RecordedTap.of(name, random(size), keep=False) for name in "xy"]
+        found = find(taps[0], taps[1])
+        assert (found is not None) == is_found
+        if found is not None:
+            assert (found.sampled, found.exact, found.rel) == (True, False, 0.0)

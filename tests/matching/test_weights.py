@@ -16,7 +16,7 @@ from kit.refusals import exactly
 import graftlab as gl
 from graftlab.errors import MatchError
 from graftlab.layouts import Scale, join_parts, parse_layout
-from graftlab.matching.converting import _fused
+from graftlab.matching.converting import _code, _fused
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.weights import WeightMatch
@@ -736,3 +736,35 @@ def test_weights_whose_class_stores_codes_are_matched_by_their_numbers(is_torchs
     made: dict[str, Any] = {}
     exec(match.to_code(), made)
     assert torch.equal(made["convert"]({"q.weight": q, "k.weight": k})["qk.weight"], fused)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a b -> b a", "rearrange('(a b) c -> (b a) c', b=3)", "scale(factor=0.5, add=-1.0)", "scale(factor=2.0)"),
+        *(
+            f"part(index={index}, of={of}, dim={dim}, groups={groups})"
+            for index, of in ((1, [1, 1]), (0, [2, 1]), (1, [2, 1]), (2, [1, 1, 1]))
+            for dim in (0, 1, -1)
+            for groups in (1, 2)
+        ),
+        *("window(dim=0, start=1, length=3)", "window(dim=1, start=-4, length=2)", "window(dim=0, start=-1, length=1)"),
+        "strided(shape=[2, 3], sizes=[2, 3], strides=[6, 1], offset=7)",
+        "part(index=1, of=[1, 1], dim=0) | a b -> b a | part(index=0, of=[1, 2], dim=1)",
+    ],
+)
+def test_the_code_of_a_layout_takes_what_the_layout_takes(text: str) -> None:
+    x = torch.arange(144.0).reshape(12, 12)
+    layout = parse_layout(text)
+    assert torch.equal(eval(f"x{_code(layout, x.shape)}", {"x": x}), layout.local(x))
+
+
+def test_a_converter_gives_the_targets_dtype_whichever_of_the_sources_has_another() -> None:
+    q, k = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = {"qk.weight": torch.cat([q, k])}
+    for baseline in ({"q.weight": q.float(), "k.weight": k}, {"q.weight": q, "k.weight": k.float()}):
+        made: dict[str, Any] = {}
+        exec(gl.match_weights(baseline, target).to_code(), made)
+        (converted,) = made["convert"](baseline).values()
+        assert converted.dtype == torch.bfloat16
+        assert torch.equal(converted, target["qk.weight"])
