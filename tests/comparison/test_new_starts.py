@@ -256,3 +256,14 @@ def test_scripts_that_do_not_repeat_themselves_have_no_rows_of_the_last_run() ->
     found = compared.findings
     assert (len(found.frame), found.inconclusive, found.threshold, found.target_ranks) == (0, ["It moves."], 7.0, 2)
     assert (compared.answer, compared.runs) == ("inconclusive", 2)
+
+
+def test_only_the_weights_are_taken_from_the_baseline_and_the_plan_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(started_scripts, "lend_plan", lambda session, **plan: done.append(plan))
+    monkeypatch.setattr(started_scripts, "restore_plan", lambda session: done.append("restored"))
+    session: Any = SimpleNamespace(run=lambda *both: done.append([each.method.__name__ for each in both]))
+    started_scripts.take_baseline_weights(session)
+    assert done == [{"b2t": "kind == 'param'"}, ["take_weights"] * 2, "restored"]

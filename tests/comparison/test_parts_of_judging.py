@@ -318,6 +318,9 @@ def test_results_have_equal_rows_in_any_order_unless_they_are_too_many(monkeypat
         assert have_equal_rows([call(ours)], [call(theirs)], 5.0) == are_equal
     assert not have_equal_rows([call(rows)], [call(other), call(other)], 5.0)
     assert not have_equal_rows([call({})], [call({})], 5.0)
+    waves = torch.complex(rows, rows.flip(1))
+    assert have_equal_rows([call(waves)], [call(waves.flip(0))], 5.0)
+    assert not have_equal_rows([call(waves)], [call(waves.conj().resolve_conj())], 5.0)
     for most, are_equal in ((16, True), (15, False)):
         monkeypatch.setattr("graftlab.comparison.equal_rows._MOST_ROW_PAIRS", most)
         assert have_equal_rows([call(rows)], [call(other)], 5.0) == are_equal

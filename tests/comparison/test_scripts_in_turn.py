@@ -648,6 +648,21 @@ def test_a_part_of_a_model_leaves_the_other_side_to_a_later_call_of_the_whole(
     assert found.judge([*parts, *net_calls(2)], net_calls(2)).answer == "inconclusive"
 
 
+def test_of_several_parts_the_first_has_the_answer_if_no_other_call_can_be_judged(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    found = of_scripts()
+
+    def answer(kind: str, baseline: Any, target: Any) -> Comparison:
+        found.judged.append(target[0].model)
+        return replace(compared("inconclusive"), remarks=(f"{target[0].model} lacks a result.",))
+
+    found.answer = answer  # type: ignore[method-assign]
+    unclear = found.judge(net_calls(1), [filter_call(1), filter_call(2, model="Head")])
+    assert (unclear.answer, found.judged) == ("inconclusive", ["Filter", "Head"])
+    assert unclear.remarks[0] == "Filter lacks a result."
+
+
 @pytest.mark.parametrize(
     ("more", "judged"),
     [

@@ -16,14 +16,14 @@ from torch import Tensor
 from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
 from graftlab.layouts import Gather, Layout, Rearrange, Scale
-from graftlab.layouts.row_alignment import FoundRows
+from graftlab.layouts.row_alignment import FoundRows, ShownRows
 from graftlab.matching.aligned_taps import AlignedTaps, _merged, _row_dims
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
 from graftlab.matching.rounds import _aligned, match_in_rounds, match_once
 from graftlab.matching.row_orders import RowOrder, row_orders, unpaired_rows
-from graftlab.matching.row_rules import _ways, with_row_rules
+from graftlab.matching.row_rules import _RowTaps, _ShownCall, _ways, with_row_rules
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
@@ -501,6 +501,22 @@ def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
     ways = [*_ways((one, first, between, last, other), found)]
     assert ways == [((one, between), False, (other,)), ((one,), False, (between, other))]
     assert [*_ways((first, last), found)] == [((), False, ())]
+
+
+def test_a_call_has_the_rows_that_its_own_request_had_shown_before() -> None:
+    first, other, late = (ShownRows.of(torch.tensor([n])) for n in range(3))
+    calls = [(0, (), first), (1, (("rid", 1),), first), (2, (("rid", 2),), other), (5, (("rid", 2),), late)]
+    shown = {"target": [_ShownCall(order, (tags, 0), rows) for order, tags, rows in calls], "baseline": []}
+    taps = _RowTaps("ids", "tokens", shown)  # type: ignore[arg-type]
+    for order, rid, expected in (
+        (0, 2, [first]),
+        (4, 2, [first, other]),
+        (5, 2, [first, other, late]),
+        (9, 3, [first]),
+    ):
+        found = taps.until("target", order, ((("rid", rid), ("step", 0)), 0))
+        assert list(map(id, found)) == list(map(id, expected))
+    assert taps.until("baseline", 9, ((), 0)) == []
 
 
 def test_rows_that_a_pair_lacks_are_lacking_by_a_rule_too() -> None:

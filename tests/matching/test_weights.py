@@ -444,10 +444,10 @@ def test_few_numbers_that_are_equal_by_chance_show_no_partner() -> None:
 
 
 def test_notes_that_differ_in_numbers_alone_are_shown_once_with_the_number_of_layers() -> None:
-    notes = ["off by 0.1", "off by 2e-3", "off by 3", "another"]
+    notes = ["off by 0.1", "off by 2e-3", "off by 3", "another", "a third"]
     pairs = tuple(Pair(f"h.{n}.x", f"l.{n}.x", note=note) for n, note in enumerate(notes))
     page = Proposal(pairs)._repr_mimebundle_()["text/html"]
-    assert "off by 0.1 (and similarly, with different numbers, in 2 more layers); another<" in page
+    assert "off by 0.1 (and similarly, with different numbers, in 2 more layers); another; a third<" in page
     assert "off by 2e-3" not in page
     left = Proposal((), {"a.0": "no 3", "a.1": "no 4", "b": "no 3"})._repr_mimebundle_()["text/html"]
     assert "a.0 … a.1 (2 taps)" in left
