@@ -420,7 +420,7 @@ def test_sums_over_parts_of_a_batch_may_differ_for_that_reason() -> None:
     assert unless_of_a_part(agreeing, parts) is agreeing
 
 
-def test_a_call_is_left_to_the_update_if_one_side_splits_its_batch_or_calls_in_another_order() -> None:
+def test_a_call_is_left_to_the_update_of_another_batch_or_order() -> None:
     parts, alike = held(in_training(4), in_training(2)), held(in_training(4), in_training(4))
     other_order = held(in_training(4), in_training(4, needs=False))
     unclear = replace(differing(), answer="inconclusive")
@@ -436,7 +436,7 @@ def test_a_call_is_left_to_the_update_if_one_side_splits_its_batch_or_calls_in_a
         assert why_left_to_update(compared, units) is None
 
 
-def test_calls_of_which_one_needs_gradients_may_do_other_work_if_they_have_other_tokens() -> None:
+def test_calls_with_other_tokens_may_do_other_work_if_one_needs_gradients() -> None:
     compared = differing()
     found = perhaps_of_other_work(compared, held(in_training(4, needs=False), in_training(2)))
     assert found.answer == "differ"

@@ -268,7 +268,7 @@ def test_places_of_strides_have_strides_again(offset: int, digits: list[tuple[in
     assert fit_places(places[-1:], (1,)) == Strides(largest, (1,), (1,))
 
 
-def test_tensors_may_be_alike_only_with_as_many_elements_and_numbers_that_are_not_finite() -> None:
+def test_tensors_with_other_numbers_of_finite_elements_are_not_alike() -> None:
     sketch = sketch_of(torch.arange(100.0))
     broken = torch.arange(100.0)
     broken[50] = math.nan

@@ -416,7 +416,7 @@ def test_gates_of_a_recurrent_layer_in_different_orders_are_named() -> None:
     assert gl.match_weights(*gates_first(lambda name: True)).clean
 
 
-def test_a_match_is_clean_without_problems_and_with_a_partner_for_each_of_the_targets() -> None:
+def test_a_match_is_clean_without_problems_and_unmatched_targets() -> None:
     assert WeightMatch((), {"left": "why"}).clean
     assert not WeightMatch((), {}, {"left": "why"}).clean
     assert not WeightMatch((), {}, {}, ("a is not b.",)).clean
