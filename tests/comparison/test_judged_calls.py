@@ -877,6 +877,8 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         (found("a", "b"), 6e-7, "differ"),
         (found("a", label="culprit"), 1e-7, "differ"),
         (found("a", "b"), float("nan"), "inconclusive"),
+        # A form that does not repeat itself shows nothing.
+        (found("a", "b", not_repeated=["a"]), 6e-7, "inconclusive"),
     ],
 )
 def test_a_compiled_form_is_judged_by_its_result_without_taps_too(
