@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ import torch
 
 from graftlab.comparison import scripts, unit_judge
 from graftlab.comparison.answers import Answer, Comparison
-from graftlab.comparison.held_units import HeldUnits
+from graftlab.comparison.held_units import HeldUnits, PartOfModel
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.scripts import ScriptChoice, _HeldInTurn
 from graftlab.comparison.units_so_far import UnitsSoFar
@@ -90,6 +91,18 @@ def test_an_update_agrees_once_all_weights_that_it_left_are_equal() -> None:
         assert found[1].left_to_next_update == ()
         assert found[1].remarks[-1] == "Before update 3 they differ by more than one rounding."
         assert found[2].remarks == ()
+
+
+def test_what_a_call_of_a_part_does_not_check_is_forgotten_with_it() -> None:
+    so_far, nothing = UnitsSoFar(), SimpleNamespace(text="Not checked: own.")
+    part = PartOfModel("target", "Filter", 10, "Net", 100)
+    for model, text in (("Net", "One.\nNot checked: x."), ("Filter", "Not checked: x.\nNot checked: y.")):
+        so_far.add_call(model, SimpleNamespace(text=f"{text}\nNot checked: own."))  # type: ignore[arg-type]
+    said = [so_far.not_checked_elsewhere(nothing)]  # type: ignore[arg-type]
+    so_far.leave_out(part)
+    said.append(so_far.not_checked_elsewhere(nothing))  # type: ignore[arg-type]
+    assert said == [["Not checked: in call 1, x.", "Not checked: in call 2, y."], ["Not checked: in call 1, x."]]
+    assert (so_far.models, so_far.of_parts) == (["Net"], {part: 0})
 
 
 class InTurn(_HeldInTurn):

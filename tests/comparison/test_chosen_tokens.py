@@ -147,6 +147,7 @@ def test_one_token_without_a_tie_is_reported_before_those_with_one() -> None:
     assert [each.is_tie for each in tokens] == [False, True]
     said = sentence_on(tokens, 4, "Model")
     assert "the tokens differ in row 0" in said
+    assert "row 1" not in said
     assert "near tie" not in said
 
 

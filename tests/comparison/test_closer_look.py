@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from kit.support import has_compiler
@@ -16,10 +20,21 @@ from torch.nn import functional as F
 import graftlab as gl
 from graftlab.__main__ import main
 from graftlab.base.shipping import UnshippedValue
-from graftlab.comparison.repeats import Repeats, _kept, _unequal_numbers, dtypes_to_round
+from graftlab.comparison.closer_look import CloserLook, in_more_bits, rounding_may_hide_mistakes
+from graftlab.comparison.repeats import (
+    JudgingChoice,
+    NoCloserLookError,
+    Repeats,
+    _kept,
+    _unequal_numbers,
+    dtypes_to_round,
+)
+from graftlab.control.verdicts import Verdict
+from graftlab.errors import GraftError
 from graftlab.ranks import widening
 from graftlab.ranks.float32_state import KnownState
 from graftlab.ranks.held_call import WEIGHT, HeldCall, WatchChoice
+from graftlab.verdict.findings import Findings
 
 X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(5))
 
@@ -312,7 +327,8 @@ def test_state_without_a_partner_is_kept_only_if_both_sides_know_all_of_theirs()
         KnownState(frozenset(same), frozenset(wide)) for same, wide in (((), ("cache",)), (("table",), ("pages", "x")))
     )
     assert kept(ours, theirs) == ({"cache"}, {"pages"})
-    for lacking in ((KnownState(), theirs), (ours, KnownState(frozenset({"table"}))), (ours, theirs, KnownState())):
+    unknown = KnownState(frozenset({"table"}))
+    for lacking in ((KnownState(), theirs), (ours, unknown), (ours, theirs, KnownState()), (ours, theirs, unknown)):
         assert kept(*lacking) == (set(), set())
     assert _unequal_numbers({"x": X}, {"pages": X + 1}, False, {"pages"}) == {}
 
@@ -443,3 +459,207 @@ def test_a_call_runs_in_float32_only_if_each_rank_may_take_that_memory(monkeypat
     monkeypatch.setattr(widening, "_BUDGET", size)
     assert held.widen({}, {}) is None
     held.narrow()
+
+
+# ---- what is looked at, without a run -------------------------------------------------------------------------------
+
+
+def row(name: str = "h", **parts: Any) -> dict[str, Any]:
+    usual = {"dtype": "bfloat16", "cast": None, "label": "clean", "ratio": 0.5, "added": 1e-3, "tags": {}, "order": 0}
+    return {**usual, "name": name, "group": name, **parts}
+
+
+def verdict(*rows: dict[str, Any], runs: int = 2, **parts: Any) -> Verdict:
+    return Verdict(Findings(pd.DataFrame(list(rows)), 5.0, 1, **parts), runs)
+
+
+class Widened:
+    """Calls that give this verdict in float32, or raise, and have this state in 16 bits."""
+
+    def __init__(self, wide: Verdict | Exception, state: dict[str, torch.dtype] | None = None) -> None:
+        self.wide, self.state, self.asked = wide, state or {}, list[Any]()
+
+    def in_float32(self, choice: JudgingChoice, **how: Any) -> Verdict:
+        self.asked.append(how)
+        if isinstance(self.wide, Exception):
+            raise self.wide
+        return self.wide
+
+    def state_in_16_bits(self) -> dict[str, torch.dtype]:
+        return self.state
+
+    def constants_of_target_alone(self) -> list[str]:
+        return []
+
+    def note_equal(self) -> None:
+        self.asked.append("equal")
+
+
+OUTPUT = row("output", dtype="float32", added=0.0)
+
+
+def looked(repeats: Widened, found: Verdict, unnamed: Sequence[str] = ()) -> CloserLook:
+    return in_more_bits(repeats, found, JudgingChoice(), None, True, unnamed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "hides"),
+    [
+        ([row()], {}, True),
+        ([row(added=0.0)], {}, False),
+        ([row(dtype="float32")], {}, False),
+        # Only the returned values differ, or taps in more bits whose computation rounds.
+        ([row(added=0.0)], {"after_taps": 1e-3}, True),
+        ([row(added=0.0, dtype="float32")], {"after_taps": 1e-3}, False),
+        ([row(added=0.0, dtype="float32")], {"after_taps": 1e-3, "computed_in": "bfloat16"}, True),
+        ([row(dtype="float32")], {"computed_in": "bfloat16"}, True),
+        ([row(dtype="float32", added=0.0)], {"computed_in": "bfloat16"}, False),
+        ([row(label="culprit")], {}, False),
+        ([row()], {"unexplained": ["h differs."]}, True),
+        ([row()], {"contradicting_pairs": ["k has the values of v."]}, True),
+        ([row()], {"data": ["The weights already differ."]}, False),
+    ],
+)
+def test_rounding_may_hide_a_mistake_only_where_16_bits_move_something(
+    rows: list[dict[str, Any]], parts: dict[str, Any], hides: bool
+) -> None:
+    assert rounding_may_hide_mistakes(verdict(*rows, **parts)) == hides
+
+
+def test_a_call_that_agrees_in_float32_too_has_its_largest_ratio_there() -> None:
+    found, same = verdict(row(), OUTPUT), row(dtype="float32", added=1e-7, ratio=0.25)
+    repeats = Widened(verdict(same, {**OUTPUT, "ratio": 0.75}, looked_in="float64", runs=3))
+    look = looked(repeats, found)
+    assert (look.verdict.runs, look.said, look.doubt, look.may_be_rounding) == (5, (), None, False)
+    assert (look.verdict.findings.in_float32, look.verdict.findings.looked_in) == (0.75, "float64")
+    assert repeats.asked == [{"is_first": True}]
+    # What the taps show in more bits is computed in these now.
+    repeats = Widened(verdict(same, OUTPUT, computed_in="bfloat16"))
+    assert looked(repeats, found).verdict.findings.in_float32 == 0.5
+    # A call that is bit-equal is not repeated.
+    equal = verdict(row(added=0.0), OUTPUT)
+    repeats = Widened(RuntimeError("not asked"))
+    assert looked(repeats, equal) == CloserLook(equal)
+    assert repeats.asked == ["equal"]
+
+
+@pytest.mark.parametrize(
+    ("wide", "why"),
+    [
+        ([row(dtype="float32"), row("g"), row("g")], "these compute in 16 bits even then: g"),
+        # An input that both sides are given alike computes nothing.
+        ([row("input.x@input"), row("input.y@input", added=0.0)], "these compute in 16 bits even then: input.x@input"),
+        (
+            [row("input.y@input", added=0.0, ratio=math.nan), row("h", dtype="float32", ratio=math.nan)],
+            "it is inconclusive",
+        ),
+    ],
+)
+def test_a_look_in_float32_that_shows_nothing_is_said_not_to_be_made(wide: list[dict[str, Any]], why: str) -> None:
+    found = verdict(row(), OUTPUT)
+    look = looked(Widened(verdict(*wide)), found)
+    assert (look.verdict, look.said) == (found, (f"Not checked: the same call in float32: {why}.",))
+
+
+def test_what_differs_in_float32_alone_is_the_answer_unless_the_weights_do() -> None:
+    found, wrong = verdict(row(), OUTPUT), row(dtype="float32", label="culprit", ratio=9.0)
+    said = "In bfloat16 the calls agree to rounding. In float32, from the same numbers, they differ:"
+    for parts in ({}, {"data": ["The weights already differ."], "weights_lent": True}):
+        wide = verdict(wrong, OUTPUT, runs=3, **parts)
+        look = looked(Widened(wide), found)
+        assert (look.verdict.findings.named, look.verdict.runs, look.said) == (["h"], 5, (said,))
+    look = looked(Widened(verdict(wrong, OUTPUT, data=["The weights already differ."])), found)
+    why = "weights that are rounded differently differ in it"
+    assert (look.verdict, look.said) == (found, (f"Not checked: the same call in float32: {why}.",))
+
+
+def test_what_only_grafts_hide_is_rounding_where_float32_agrees() -> None:
+    wide = verdict(row(dtype="float32"), {**OUTPUT, "ratio": 0.75})
+    parts: dict[str, Any] = {"unexplained": ["h differs."]}
+    unexplained = verdict(row(), OUTPUT, **parts)
+    assert looked(Widened(wide), unexplained) == CloserLook(unexplained)
+    look = looked(Widened(wide), verdict(row(), OUTPUT, **parts, only_without_grafts=True))
+    assert look.verdict.findings.in_float32 == 0.75
+    assert look.said[0].startswith("In float32, from the same numbers, the calls agree. In 16 bits they differ, though")
+
+
+def test_rounding_that_adds_up_between_few_taps_is_a_doubt_if_the_look_fails() -> None:
+    failed = Widened(NoCloserLookError("too large"))
+    found = verdict(row("a"), row("a", order=1), row("b", ratio=float("nan")), OUTPUT)
+    # Taps that have a partner in some calls, and those that are only given, are not counted.
+    assert looked(failed, found, ["c", "d", "a"]).doubt is None
+    look = looked(failed, found, ["c", "d", "e", "a"])
+    assert look.said == ("Not checked: the same call in float32: too large.",)
+    assert str(look.doubt).startswith(
+        "2 taps of values were compared, and 3 of the baseline's have no partner. Between so few, rounding to bfloat16 "
+        "adds up, and may hide a mistake."
+    )
+    assert looked(Widened(GraftError("it died\nlater")), found, "cdef").doubt is not None
+
+
+NARROW_STATE = {"cache": torch.bfloat16}
+
+
+def test_state_in_16_bits_on_one_side_may_explain_what_its_rounding_allows() -> None:
+    def named(added: float, **parts: Any) -> Verdict:
+        return verdict(row("h", dtype="float32", label="culprit", ratio=9.0, added=added), OUTPUT, **parts)
+
+    agrees = verdict(row("h", dtype="float32", added=0.0), OUTPUT, runs=3)
+    # Five roundings to bfloat16.
+    for added, explains in ((0.019, True), (0.020, False)):
+        look = looked(Widened(agrees, NARROW_STATE), named(added))
+        assert look.may_be_rounding == explains
+        if explains:
+            assert look.verdict.runs == 5
+            assert look.said[0].startswith("One side alone has cache in bfloat16. With these in float32, from the same")
+    differs = verdict(row("g", dtype="float32", label="culprit", ratio=9.0), OUTPUT, runs=3)
+    look = looked(Widened(differs, NARROW_STATE), named(0.01))
+    assert (look.verdict.named, look.verdict.runs, look.may_be_rounding) == (["g"], 5, False)
+    assert look.said == (
+        "One side alone has cache in bfloat16. With these in float32, from the same numbers, they differ:",
+    )
+    for found in (
+        named(0.01, data=["The weights already differ."]),
+        named(0.01, unexplained=["h differs."]),
+        verdict(*named(0.01).frame.to_dict("records"), row("k", label="culprit")),
+        verdict(OUTPUT),
+    ):
+        assert not looked(Widened(agrees, NARROW_STATE), found).may_be_rounding
+    assert not looked(Widened(agrees), named(0.01)).may_be_rounding
+    assert not looked(Widened(GraftError("it died"), NARROW_STATE), named(0.01)).may_be_rounding
+    # State that is an argument is an input.
+    given = verdict(*named(0.01).frame.to_dict("records"), row("past@input"))
+    assert looked(Widened(agrees, NARROW_STATE), given).may_be_rounding
+
+
+class Dtypes:
+    """A session whose calls read tensors of these dtypes."""
+
+    def __init__(self, ours: dict[str, torch.dtype], theirs: dict[str, torch.dtype]) -> None:
+        self.run = lambda *_: SimpleNamespace(baseline=[ours], target=[theirs])
+
+
+def test_state_is_in_16_bits_on_one_side_alone_if_it_is_in_float32_on_the_other() -> None:
+    half, full, brain = torch.float16, torch.float32, torch.bfloat16
+
+    def found(ours: dict[str, torch.dtype], theirs: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        return Repeats(Dtypes(ours, theirs)).state_in_16_bits()  # type: ignore[arg-type]
+
+    ours = {"a": full, "b": half, "c": full, "d": half, "e": full, "f": torch.int64}
+    theirs = {"a": half, "b": full, "c": full, "d": brain, "g": half, "f": torch.int64}
+    assert found(ours, theirs) == {"a": half, "b": half}
+    # Weights explain more than state.
+    assert found({**ours, f"w{WEIGHT}": full}, {**theirs, f"w{WEIGHT}": half}) == {}
+    assert found({**ours, f"w{WEIGHT}": half}, {**theirs, f"w{WEIGHT}": half}) == {"a": half, "b": half}
+
+
+def test_a_tensor_without_a_namesake_is_near_one_that_was_rounded_differently_alone() -> None:
+    x = X[0].contiguous()
+    moved = x * (1 + 1e-6)
+    for ours, is_found in (({"y": moved}, True), ({"y": moved, "z": x * (1 - 1e-6)}, False), ({"y": x * 3}, False)):
+        found = _unequal_numbers(ours, {"x": x}, False)
+        assert isinstance(found, dict) == is_found
+        if is_found:
+            assert found["x"] is ours["y"]  # type: ignore[index]
+    # An equal one is a partner, and no difference, whatever else is near.
+    assert _unequal_numbers({"y": x, "z": moved, "w": moved}, {"x": x}, False) == {}

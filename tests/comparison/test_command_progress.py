@@ -86,7 +86,7 @@ def test_in_a_file_there_is_a_line_now_and_then(clock: SimpleNamespace, monkeypa
 def test_numbers_of_ranks_are_two_or_left_to_the_commands() -> None:
     assert _given_ranks(None) == [None, None]
     assert _given_ranks("1, 2") == [1, 2]
-    for wrong in ("1", "1,2,3", "0,1", "1,-1", "a,b", ""):
+    for wrong in ("1", "1,2,3", "0,1", "1,0", "1,-1", "a,b", ""):
         with pytest.raises(ConfigError, match="give two numbers"):
             _given_ranks(wrong)
 
@@ -129,6 +129,13 @@ def test_options_of_scripts_reach_the_comparison(compared: list[Any], flags: str
     settings, judging = ScriptSettings(watched, "Net", True, 8.0), JudgingChoice(False, "head", 0.5, 9.0)
     assert choice == ScriptChoice(settings, **{"judging": judging, **changed})
     assert (baseline.ranks, target.ranks) == (2, 3)
+
+
+@pytest.mark.parametrize("calls", [0, -1])
+def test_no_calls_at_all_are_refused(calls: int, compared: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "python a.py", "python b.py", "--calls", str(calls)]) == 64
+    assert capsys.readouterr().err == f"graftlab compare: --calls {calls}: give at least 1\n"
+    assert compared == []
 
 
 def test_without_options_a_comparison_has_its_documented_defaults(compared: list[Any]) -> None:

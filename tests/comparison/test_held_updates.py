@@ -235,6 +235,19 @@ def test_ranks_that_add_up_to_the_baselines_gradient_lack_a_reduction(scale: flo
         f"The target's ranks 0-1 {what} to the baseline's gradient of w, and each has only its part: a reduction over "
         "the ranks is missing."
     )
+    # As many such gradients as the baseline's add up to as much.
+    assert found.parts == (2 if what == "sum" else 1)
+
+
+def test_a_missing_reduction_does_not_excuse_a_gradient_that_is_missing() -> None:
+    parts = [drawn(0), drawn(1)]
+    whole = replace(description({"w": parts[0] + parts[1], "v": drawn(2)}))
+    ranks = [replace(description({"w": part}), without_gradient=("v",)) for part in parts]
+    rows = [row("w", rank, parts[0] + parts[1], part) for rank, part in enumerate(parts)]
+    found = judge_gradients(rows, [whole], ranks, {})
+    assert found.sentences[0] == "The target has no gradient for v, and the baseline does."
+    assert found.sentences[1].startswith("The target's ranks 0-1 sum to the baseline's gradient of w, and each has")
+    assert found.parts == 0
 
 
 def test_losses_are_compared_beside_a_reduction_that_a_step_may_make() -> None:
@@ -517,6 +530,16 @@ def test_few_gradients_of_16_bits_that_differ_little_may_be_rounded(
         assert beside.sentences[0] == "The target has no gradient for v, and the baseline does."
 
 
+@pytest.mark.parametrize(("of", "is_rounding"), [(3, False), (4, True)])
+def test_a_gradient_that_differs_on_several_ranks_is_one_of_those_that_do(of: int, is_rounding: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ours = {f"w{n}": torch.randn(4096, generator=draw).bfloat16() for n in range(of)}
+    theirs = {**ours, "w0": (ours["w0"].float() + 0.03 * torch.randn(4096, generator=draw)).bfloat16()}
+    rows = [{**row(name, rank, ours[name], theirs[name]), "dtype": "bfloat16"} for rank in range(2) for name in ours]
+    found = judge_gradients(rows, [description(ours)], [description(theirs)] * 2, {})
+    assert bool(found.rounding) is is_rounding
+
+
 @pytest.mark.parametrize(
     ("of_loss", "clipped", "is_alarm"),
     [(100.0, False, False), (1024.0, False, False), (100.0, True, True), (1024.0, True, True)],
@@ -717,6 +740,19 @@ def test_the_gradient_of_a_returned_loss_does_not_show_that_the_loss_agrees() ->
     told = "The models return single numbers, such as their losses, from which the gradients differ."
     assert told in found.sentences
     assert not any("results agree" in each for each in found.sentences)
+
+
+def test_a_single_number_is_all_that_was_compared_where_either_side_returns_more() -> None:
+    whole, count = drawn(0), torch.tensor(3.0)
+    alone, more = samples(scale=1.93 * count), samples(scale=count, x=torch.ones(4))
+    told = "only those of single numbers were compared"
+    for given, is_told in (((alone, more), True), ((more, alone), True), ((alone, samples(scale=count)), False)):
+        ours, theirs = (
+            replace(description({"w": scale * whole}), of_results=each)
+            for scale, each in zip((1.0, 1.5), given, strict=True)
+        )
+        found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {})
+        assert any(told in each for each in found.sentences) is is_told, found.sentences
 
 
 @pytest.mark.parametrize("factor", [1.93, 2.0, 0.5])

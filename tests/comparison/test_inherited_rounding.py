@@ -13,6 +13,8 @@ from graftlab.control.verdicts import Verdict
 from graftlab.verdict.causes import Causes
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.origins import ErrorOrigin, ErrorOrigins
+from graftlab.verdict.rounds_differently import LABEL as ROUNDS_DIFFERENTLY
+from graftlab.verdict.rounds_differently import RoundingGroups
 
 
 def rows(**parts: Any) -> dict[str, Any]:
@@ -54,6 +56,10 @@ def test_taps_that_are_off_but_agree_from_equal_inputs_were_moved_by_rounding() 
     # A call in which something is named proves nothing of rounding.
     assert moved_by(verdict(*taps, rows(name="o", label="culprit", ratio=9.0))) == {}
     assert moved_by(verdict(*taps, data=["The weights already differ."])) == {}
+    # What only rounds differently is named, and no mistake.
+    rounds = rows(name="o", label=ROUNDS_DIFFERENTLY, ratio=9.0)
+    assert moved_by(verdict(*taps, rounds, rounding=RoundingGroups(("o",)))) == {"h.1": 0.3}
+    assert moved_by(verdict(*taps, rounds, rows(name="p", label="culprit"), rounding=RoundingGroups(("o",)))) == {}
     assert moved_by(verdict(*taps, contradicting_pairs=[ON_PAIRS])) == {}
     assert moved_by(verdict(*taps, unexplained=["The returned value differs."])) == {}
     # Unless the call agrees in float32.
@@ -79,6 +85,8 @@ def named(name: str, **parts: Any) -> dict[str, Any]:
         # Rounding makes no number infinite or NaN on one side alone.
         ([named("h.1.o", group="o", added=0.0, ratio=float("inf"), floor=1e-3)], {}, False),
         ([named("h.1.o", group="o", added=float("nan"), ratio=float("inf"), floor=1e-3)], {}, False),
+        # Beside a floor of zero any difference is infinitely many times as large.
+        ([named("h.1.o", group="o", ratio=float("inf"), floor=0.0)], {}, True),
         ([named("h.1.o", group="o", dtype="float32")], {}, False),
         # Rounding to 16 bits of either kind moves taps of both.
         ([named("h.1.o", group="o", dtype="float16")], {}, True),
@@ -200,9 +208,9 @@ def test_an_input_that_is_off_exactly_as_an_earlier_result_is_that_result() -> N
     results = [wide("output.memory", label="clean", error=6e-6), wide("output.scores", label="clean", error=7e-6)]
     earlier = after(verdict(*results))
     wrong = wide("h.1.o", added=0.3)
-    found = earlier.without_earlier_results(
-        verdict(given(group="input.x"), wrong, inputs=["input.x"], **INPUTS_DIFFER).findings
-    )
+    shown = verdict(given(group="input.x"), wrong, inputs=["input.x"], **INPUTS_DIFFER).findings
+    found = earlier.without_earlier_results(shown)
+    assert list(shown.frame["label"]) == ["culprit", "minor"]
     assert (found.named, list(found.data), found.inputs) == (["o"], [], [])
     assert list(found.frame["label"]) == ["inherited", "minor"]
     # Code that computes an input from a result rounds, and so do inputs beside one that is a result.

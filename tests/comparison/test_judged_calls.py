@@ -773,6 +773,10 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
         assert judged(held(), held(target), stale) == (answer, said)
     moved = held(3 * ONES, not_repeated=("x",))
     assert judged(held(), moved, stale)[0] == "inconclusive"
+    # The farthest of several results counts.
+    ours, theirs = ({"['a']": near * ONES, "['b']": far * ONES} for near, far in ((1.0, 1.0), (1.5, 4.0)))
+    sides = (replace(held(), plain=each, tapped=each) for each in (ours, theirs))
+    assert judged(*sides, stale) == ("differ", ["The results of the two calls differ by 3."])
 
 
 def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
@@ -873,6 +877,8 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         (found("a", "b"), 6e-7, "differ"),
         (found("a", label="culprit"), 1e-7, "differ"),
         (found("a", "b"), float("nan"), "inconclusive"),
+        # A form that does not repeat itself shows nothing.
+        (found("a", "b", not_repeated=["a"]), 6e-7, "inconclusive"),
     ],
 )
 def test_a_compiled_form_is_judged_by_its_result_without_taps_too(

@@ -398,6 +398,9 @@ def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> N
     compared = judged(made, ours)
     assert (compared.answer, compared.remarks[0]) == ("differ", "A gradient differs.")
     assert compared.remarks[-1] == f"{left.format('baseline', 'target')}: v; --match pairs weights by value."
+    # A closure computes them within the step.
+    within = update(gradients={"w": None, "v": None}, has_closure=True)
+    assert not any("were not compared" in each for each in judged(made, within, update(has_closure=True)).remarks)
     proposal: Any = SimpleNamespace()
     matched = judge_held_updates(made.repeats, [ours], [update()], JudgingChoice(), proposal, {})
     assert matched.remarks[-1] == f"{left.format('baseline', 'target')} or values: v."

@@ -13,6 +13,7 @@ from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.__main__ import main
+from graftlab.comparison import new_notebook
 from graftlab.comparison.answers import Comparison, answer_of
 from graftlab.errors import ConfigError
 from graftlab.verdict.findings import Findings
@@ -127,6 +128,20 @@ def test_wrong_arguments_are_refused_with_the_remedy_and_write_nothing(
     assert said.startswith("graftlab new: ")
     assert remedy in said
     assert [path.read_text() for path in folder.rglob("*.ipynb")] == ["mine"]
+
+
+def test_half_a_notebook_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(new_notebook.json, "dump", fails)
+    assert main(["new", "bug.ipynb", "reference.py:load_model", "port.py:load_model"]) == 64
+    assert capsys.readouterr().err == (
+        "graftlab new: bug.ipynb cannot be written: No space left on device; give another path\n"
+    )
+    assert not (folder / "bug.ipynb").exists()
 
 
 def test_a_missing_argument_is_wrong_usage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

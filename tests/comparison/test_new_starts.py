@@ -25,6 +25,7 @@ from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.held_update import UpdateDescription
 from graftlab.ranks.holding import OfUpdate, ScriptEnd, held_unit
 from graftlab.ranks.recorded_step import RecordSummary
+from graftlab.rows.schema import COLUMNS
 from graftlab.verdict.findings import Findings
 
 
@@ -246,3 +247,23 @@ def test_each_start_has_a_backward_pass_only_where_both_calls_may_have_one(
     ]
     found = scripts.judge_call(calls[:1], calls[1:], "a choice", None)
     assert found == ("call 3 of Net moved", backward, "a choice")
+
+
+def test_scripts_that_do_not_repeat_themselves_have_no_rows_of_the_last_run() -> None:
+    last = pd.DataFrame([{**dict.fromkeys(COLUMNS, 0), "name": "h", "tags": {}, "status": "compared"}])
+    scripts = started(SimpleNamespace(frame=last, options=SimpleNamespace(target=2)))
+    compared = scripts._not_comparable("It moves.", JudgingChoice(threshold=7.0))
+    found = compared.findings
+    assert (len(found.frame), found.inconclusive, found.threshold, found.target_ranks) == (0, ["It moves."], 7.0, 2)
+    assert (compared.answer, compared.runs) == ("inconclusive", 2)
+
+
+def test_only_the_weights_are_taken_from_the_baseline_and_the_plan_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(started_scripts, "lend_plan", lambda session, **plan: done.append(plan))
+    monkeypatch.setattr(started_scripts, "restore_plan", lambda session: done.append("restored"))
+    session: Any = SimpleNamespace(run=lambda *both: done.append([each.method.__name__ for each in both]))
+    started_scripts.take_baseline_weights(session)
+    assert done == [{"b2t": "kind == 'param'"}, ["take_weights"] * 2, "restored"]

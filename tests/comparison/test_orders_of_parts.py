@@ -24,9 +24,11 @@ def call(ids: torch.Tensor, *, result: torch.Tensor | None = None) -> CallDescri
     return CallDescription("Net", 1, False, (), returned, returned, whole_numbers={"['mask']": ids * 0, "['ids']": ids})
 
 
-def answered(*parts: CallDescription, answer: Answer = "differ", data: Sequence[str] = ()) -> tuple[Answer, str]:
+def answered(
+    *parts: CallDescription, answer: Answer = "differ", data: Sequence[str] = (), whole: torch.Tensor | None = None
+) -> tuple[Answer, str]:
     conclusion = ReasonedAnswer(answer)
-    said = _in_order_of_parts([call(IDS)], parts, 5.0, conclusion, data)
+    said = _in_order_of_parts([call(IDS, result=whole)], parts, 5.0, conclusion, data)
     return conclusion.answer, " ".join(said)
 
 
@@ -40,8 +42,10 @@ def test_results_are_compared_in_the_order_of_the_ranks_parts(order: list[list[i
     answer, said = answered(call(IDS[:, order[0]]), call(IDS[:, order[1]], result=wrong), answer="agree")
     assert answer == "differ"
     assert "In that order the results differ by 0.1, so something is computed differently." in said
-    answer, said = answered(*(call(IDS[:, at], result=torch.ones(())) for at in order))
-    assert (answer, "The results cannot be put in that order." in said) == ("inconclusive", True)
+    for shape in ((), (2, 3), (2, 20), (8,)):
+        parts = [call(IDS[:, at], result=torch.ones(shape)) for at in order]
+        answer, said = answered(*parts, whole=torch.ones(shape))
+        assert (answer, "The results cannot be put in that order." in said) == ("inconclusive", True)
 
 
 def test_weights_that_differ_need_no_order() -> None:

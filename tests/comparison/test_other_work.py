@@ -73,3 +73,9 @@ def test_batches_of_other_sizes_are_recognised_by_logits_of_another_name() -> No
     for other in (torch.ones(3, 9), torch.ones(2, 8), torch.ones(9)):
         assert other_batch([whole], [returning(bare=other)]) == []
     assert other_batch([returning(logits=torch.ones(3, 7, 9), **cache)], [returning(bare=torch.ones(16, 9))]) == []
+
+
+def test_tokens_that_are_given_more_often_are_others() -> None:
+    assert given_other_tokens([given(5, 5, 6, 7)], [given(5, 6, 7, 8, 9)])
+    assert given_other_tokens([given(5, 6, 7, 8, 9)], [given(5, 5, 6, 7)])
+    assert not given_other_tokens([given(5, 5, 6, 7)], [given(5, 6, 5, 7, 9)])

@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from graftlab.comparison import call_remarks, closer_look, functions, held_calls
-from graftlab.comparison.answers import ComparisonStopped, known_at
-from graftlab.comparison.call_remarks import difference_without_taps, not_checked
+from graftlab.comparison.answers import Comparison, ComparisonStopped, ReasonedAnswer, answer_of, known_at
+from graftlab.comparison.call_remarks import (
+    difference_without_taps,
+    differing_numbers,
+    in_padding,
+    in_training_alone,
+    not_checked,
+    not_trusted,
+    rounds_earlier,
+)
+from graftlab.comparison.equal_rows import have_equal_rows
 from graftlab.comparison.held_calls import why_no_backward
-from graftlab.comparison.held_units import why_not_held
+from graftlab.comparison.held_units import HeldUnits, why_not_held
+from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
 from graftlab.comparison.other_work import other_batch
 from graftlab.comparison.repeats import _part_near, _unequal_numbers, described, dtypes_to_round
 from graftlab.diffs.results import ResultDifference, written_path
@@ -138,6 +148,8 @@ def test_what_a_comparison_of_calls_does_not_check_is_listed() -> None:
     )
     # Whole numbers do not round.
     assert len(not_checked([call(X.long())], [call(X.long(), X.long() + 1)])) == 1
+    large = torch.tensor([100_000_000])
+    assert len(not_checked([call(large)], [call(large, large + 1)])) == 1
     assert not_checked([call(X)], [call(X, X * (1 + 1e-7))]) == []
 
 
@@ -215,3 +227,227 @@ def test_what_an_interrupted_comparison_has_found_is_kept() -> None:
     stopped = ComparisonStopped(["One.", "Two."])
     assert known_at(stopped) == ["One. Two."]
     assert str(ComparisonStopped([])).endswith("both sides have ended. Nothing was judged yet.")
+
+
+def test_a_side_whose_call_cannot_be_replayed_is_named_with_what_moves_or_fails() -> None:
+    still = call(X)
+    moves, writes = call(X, not_repeated=("a", "b", "c", "d")), call(X, not_repeated=("a",), writes_weights=True)
+    fails = call(X, fails_when_repeated="ValueError: x")
+    assert not_trusted([still], [still, still]) == []
+    begins = "The {}'s call of Net cannot be replayed: "
+    different = "from the same state, arguments and random numbers it returns a different result ({}). "
+    ends = "Do not rely on anything below."
+    (said,) = not_trusted([still, fails, moves], [still])
+    assert said == begins.format("baseline") + f"it fails when it is repeated (ValueError: x). {ends}"
+    ours, theirs = not_trusted([still, moves], [writes, still])
+    assert ours.startswith(begins.format("baseline") + different.format("a, b, c") + f"{ends} State outside the model")
+    assert theirs.startswith(begins.format("target") + different.format("a") + f"{ends} It changes the model's weights")
+
+
+def test_a_result_of_16_bits_on_the_target_alone_may_round_earlier() -> None:
+    def said(ours: Tensor, theirs: Tensor, dtype: str = "bfloat16") -> str | None:
+        frame = pd.DataFrame({"dtype": [dtype], "cast": [None]})
+        return rounds_earlier([call({"['x']": ours})], [call({"['x']": theirs})], Findings(frame, 5.0, 1))
+
+    rounded, moved = X.bfloat16(), (X * 1.1).bfloat16()
+    text = said(X, moved)
+    assert text is not None
+    assert text.startswith("Both sides compute in bfloat16, and only the baseline has ")
+    assert "in float32. The target's is not the baseline's rounded to bfloat16" in text
+    # The baseline's rounded; both or the baseline alone in 16 bits; of another shape; computed in more bits.
+    for ours, theirs in ((X, rounded), (rounded, moved), (moved, X), (X, moved[:1]), (X, X * 1.1)):
+        assert said(ours, theirs) is None
+    assert said(X, moved, "float32") is None
+
+
+def test_whole_numbers_that_no_tap_shows_are_named_if_they_differ() -> None:
+    def given(**numbers: int) -> CallDescription:
+        paths = {f"['{name}'].x": torch.tensor(value) for name, value in numbers.items()}
+        return call(X, whole_numbers=paths, untapped_numbers=tuple(paths))
+
+    assert differing_numbers([given(a=1, b=2)], [given(a=1, b=2)]) == []
+    assert differing_numbers([given(a=1, c=2)], [given(a=1, b=3)]) == []
+    (said,) = differing_numbers([given(a=1), given(a=1, b=2)], [given(a=1), given(a=2, b=3)])
+    assert said.startswith("Whole numbers among the arguments already differ: a.x, b.x. No tap shows them")
+    shown = replace(given(a=2), untapped_numbers=())
+    assert differing_numbers([given(a=1)], [shown]) == []
+
+
+def test_dropouts_that_are_active_on_one_side_alone_are_named() -> None:
+    one, two = call(X, in_training=("drop",), is_training=True), call(X, in_training=("drop", "norm"))
+    still, trains = call(X), call(X, is_training=True)
+    assert in_training_alone(still, one) == [
+        "On the target drop is in training mode, and the baseline's model is not: model.eval() ends that mode."
+    ]
+    assert in_training_alone(two, still) == [
+        "On the baseline drop, norm are in training mode, and the target's model is not: model.eval() ends that mode."
+    ]
+    for each in ((still, still), (one, two), (one, trains), (trains, one)):
+        assert in_training_alone(*each) == []
+
+
+def test_only_a_mask_of_ones_and_zeros_shows_padding() -> None:
+    moved = X.clone()
+    moved[:, 6:] += 1.0
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[:, 6:] = 0
+
+    def said(mask: Tensor, name: str = "attention_mask", pair: Any = (X, moved), groups: Any = ("h",)) -> list[str]:
+        maps = {} if pair is None else {"h": SimpleNamespace(pair=pair)}
+        findings: Any = SimpleNamespace(named=groups, maps=maps)
+        return in_padding(call(X, whole_numbers={f"['{name}']": mask}), findings)
+
+    begins = "Where the groups named below differ most, only rows that attention_mask masks by zeros differ."
+    assert [each.startswith(begins) for each in said(mask)] == [True]
+    for other in (mask * 2, 1 - mask, mask[:, :7], mask[0], mask * 0 + 1):
+        assert said(other) == []
+    assert said(mask, "token_mask") == said(mask, pair=None) == said(mask, groups=()) == said(mask, groups="hg") == []
+    assert said(mask, pair=(X, moved + 1.0)) == said(mask, pair=(X, moved[:, :7])) == []
+
+
+def test_results_have_equal_rows_in_any_order_unless_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(20.0).reshape(4, 5).sin()
+    other = rows.flip(0)
+    for ours, theirs, are_equal in (
+        (rows, other, True),
+        (rows, other[:3], True),
+        (rows[1:], other, True),
+        (rows, other * 1.1, False),
+        (rows, other[:, :4], False),
+    ):
+        assert have_equal_rows([call(ours)], [call(theirs)], 5.0) == are_equal
+    assert not have_equal_rows([call(rows)], [call(other), call(other)], 5.0)
+    assert not have_equal_rows([call({})], [call({})], 5.0)
+    waves = torch.complex(rows, rows.flip(1))
+    assert have_equal_rows([call(waves)], [call(waves.flip(0))], 5.0)
+    assert not have_equal_rows([call(waves)], [call(waves.conj().resolve_conj())], 5.0)
+    for most, are_equal in ((16, True), (15, False)):
+        monkeypatch.setattr("graftlab.comparison.equal_rows._MOST_ROW_PAIRS", most)
+        assert have_equal_rows([call(rows)], [call(other)], 5.0) == are_equal
+
+
+CLEAN = {"name": "output", "group": "output", "label": "clean", "ratio": 0.5, "added": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("tap", "parts", "answer"),
+    [
+        ({}, {}, "agree"),
+        ({}, {"not_repeated": ["h"]}, "inconclusive"),
+        ({}, {"target_not_repeated": ["h"]}, "inconclusive"),
+        ({}, {"data": ["The weights already differ."]}, "differ"),
+        ({}, {"following": ["h.grad"]}, "differ"),
+        ({"label": "culprit"}, {}, "differ"),
+        ({"label": "culprit"}, {"raised": "The target raises ValueError."}, "differ"),
+        ({"label": "culprit"}, {"not_repeated": ["h"]}, "inconclusive"),
+        ({}, {"unexplained": ["h differs."]}, "differ"),
+        ({}, {"unexplained": ["h differs."], "only_without_grafts": True, "in_float32": 0.5}, "inconclusive"),
+        # Nothing was judged.
+        ({}, {"raised": "The target raises ValueError."}, "inconclusive"),
+        ({}, {"inconclusive": ["Pairs no longer hold."]}, "inconclusive"),
+        ({}, {"quantised": ["w"]}, "inconclusive"),
+        ({}, {"failed": ["A stage failed."]}, "inconclusive"),
+        ({}, {"without_output": ["The output was not compared."]}, "inconclusive"),
+        ({}, {"contradicting_pairs": ["k has the values of v."]}, "inconclusive"),
+        ({"ratio": float("nan")}, {}, "inconclusive"),
+        # Rounding to 16 bits leaves room for a mistake where something moves, and none in float32 has shown otherwise.
+        ({}, {"computed_in": "bfloat16"}, "agree"),
+        ({}, {"computed_in": "bfloat16", "after_taps": 1e-3}, "inconclusive"),
+        ({"added": 1e-3}, {"computed_in": "bfloat16"}, "inconclusive"),
+        ({"added": 1e-3}, {"computed_in": "bfloat16", "in_float32": 0.5}, "agree"),
+        ({"added": 1e-3}, {}, "agree"),
+    ],
+)
+def test_an_answer_follows_from_what_was_found(tap: dict[str, Any], parts: dict[str, Any], answer: str) -> None:
+    found = Findings(pd.DataFrame([{**CLEAN, **tap}]), 5.0, 1, **parts)
+    assert answer_of(found, True, True) == answer
+    assert answer_of(found, False, True) == "inconclusive"
+    # Numbers of the output itself show it where no results are compared, and those of a tap do not.
+    assert answer_of(found, True, False) == answer
+    other = Findings(pd.DataFrame([{**CLEAN, **tap, "name": "h"}]), 5.0, 1, **parts)
+    assert answer_of(other, True, False) == ("inconclusive" if answer == "agree" else answer)
+
+
+def test_an_agreement_alone_is_withdrawn_and_only_for_a_reason() -> None:
+    conclusion = ReasonedAnswer("agree", ["First."])
+    conclusion.doubt(None, "")
+    assert (conclusion.answer, conclusion.reasons) == ("agree", ["First."])
+    conclusion.doubt(None, "Second.", "Third.")
+    conclusion.doubt("Fourth.")
+    assert (conclusion.answer, conclusion.reasons) == ("inconclusive", ["First.", "Second.", "Third."])
+    assert not conclusion.withdraw_agreement("differ")
+    differing = ReasonedAnswer("differ")
+    differing.doubt("Why.")
+    assert (differing.answer, differing.reasons) == ("differ", [])
+    other = ReasonedAnswer("agree")
+    assert other.withdraw_agreement("differ")
+    assert other.answer == "differ"
+
+
+def held(ours: list[CallDescription], theirs: list[CallDescription]) -> HeldUnits:
+    return HeldUnits(ours, theirs)
+
+
+def in_training(*tokens: int, needs: bool = True, shape: tuple[int, ...] = ()) -> list[CallDescription]:
+    """Calls that return a loss, or a tensor of this shape, and are given this many tokens on each rank."""
+    given = [{"['ids']": torch.ones(count, dtype=torch.int64)} for count in tokens]
+    return [call(torch.ones(shape), needs_backward=needs, whole_numbers=numbers) for numbers in given]
+
+
+def differing(shape: tuple[int, ...] = (), group: str = "loss", **found: Any) -> Comparison:
+    frame = pd.DataFrame([{"name": group, "group": group, "label": "culprit", "shape": shape, "ratio": 9.0}])
+    findings = Findings(frame, 5.0, 1, **found)
+    return Comparison(findings, 2, None, None, "differ", ("Said before.",))  # type: ignore[arg-type]
+
+
+def test_sums_over_parts_of_a_batch_may_differ_for_that_reason() -> None:
+    parts = held(in_training(4), in_training(2))
+    for compared in (differing(), differing((8,), "w@param_grad"), differing((8,), "h@grad")):
+        found = unless_of_a_part(compared, parts)
+        assert (found.answer, len(found.remarks)) == ("inconclusive", 2)
+        assert found.remarks[0].startswith("The baseline's call is given 4 numbers, such as tokens or labels, and the")
+    for compared in (differing((8,), "h"), differing(unexplained=["x"]), differing(data=["x"])):
+        assert unless_of_a_part(compared, parts) is compared
+    compared = differing()
+    for other in (
+        # As many, or each rank a part of the batch, or not in training.
+        held(in_training(4), in_training(4)),
+        held(in_training(4, 4), in_training(2, 2)),
+        held(in_training(4), in_training(2, needs=False)),
+    ):
+        assert unless_of_a_part(compared, other) is compared
+    agreeing = replace(compared, answer="agree")
+    assert unless_of_a_part(agreeing, parts) is agreeing
+
+
+def test_a_call_is_left_to_the_update_of_another_batch_or_order() -> None:
+    parts, alike = held(in_training(4), in_training(2)), held(in_training(4), in_training(4))
+    other_order = held(in_training(4), in_training(4, needs=False))
+    unclear = replace(differing(), answer="inconclusive")
+    said = why_left_to_update(unclear, parts)
+    assert said is not None
+    assert said.startswith("Not checked: single calls, whose results have different shapes on the two sides")
+    shapes = held(in_training(4, shape=(4,)), in_training(4, shape=(2,)))
+    assert why_left_to_update(unclear, shapes) == said
+    other = why_left_to_update(differing(), other_order)
+    assert other is not None
+    assert other.startswith("Not checked: single calls, some of which need gradients on one side alone")
+    for compared, units in ((unclear, alike), (unclear, other_order), (differing(), parts), (differing(), alike)):
+        assert why_left_to_update(compared, units) is None
+
+
+def test_calls_with_other_tokens_may_do_other_work_if_one_needs_gradients() -> None:
+    compared = differing()
+    found = perhaps_of_other_work(compared, held(in_training(4, needs=False), in_training(2)))
+    assert found.answer == "differ"
+    assert found.remarks[0].startswith(
+        "The baseline's call is given 4 numbers, such as tokens, without gradients, and the target's 2, with gradients."
+    )
+    assert found.remarks[1:] == compared.remarks
+    unclear = replace(compared, answer="inconclusive")
+    for each, units in (
+        (compared, held(in_training(4), in_training(4, needs=False))),
+        (compared, held(in_training(4), in_training(2))),
+        (unclear, held(in_training(4), in_training(2, needs=False))),
+    ):
+        assert perhaps_of_other_work(each, units) is each

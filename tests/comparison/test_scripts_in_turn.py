@@ -280,10 +280,21 @@ def test_what_is_awaited_is_shown_with_its_number_and_the_place_of_each_rank(
 
 def test_results_that_prove_nothing_end_the_look_at_further_calls(of_scripts: Callable[..., Compared]) -> None:
     found = of_scripts(calls=1)
+    found.seconds = 100.0
     empty = [call(number, plain={}) for number in range(2, 9)]
     agree = found.judge([call(1), *empty])
     assert agree.remarks == ("1 call of Net agrees.", scripts._NOT_ALL)
     assert found.scripts.asked.count("baseline release_call") == 1
+
+
+def test_calls_before_an_update_say_nothing_of_those_after_it(of_scripts: Callable[..., Compared]) -> None:
+    found = of_scripts(calls=8)
+    found.answers = {"call 2": "differ"}
+    needs = call(2, needs_backward=True), call(3, needs_backward=True)
+    # The baseline has called its model without gradients only before the first update.
+    result = found.judge([call(1), update(1), *needs, update(2)], [call(1), update(1), call(2), needs[1], update(2)])
+    assert result.answer == "differ"
+    assert found.judged == ["call 1", "update 1", "call 2", "call 3"]
 
 
 @pytest.mark.parametrize(("seconds", "looked_at"), [(100.0, 6), (1.0, 1)])
@@ -659,6 +670,21 @@ def test_a_part_of_a_model_leaves_the_other_side_to_a_later_call_of_the_whole(
     )
     # What the baseline's part returns may be what the target lacks.
     assert found.judge([*parts, *net_calls(2)], net_calls(2)).answer == "inconclusive"
+
+
+def test_of_several_parts_the_first_has_the_answer_if_no_other_call_can_be_judged(
+    of_scripts: Callable[..., Compared],
+) -> None:
+    found = of_scripts()
+
+    def answer(kind: str, baseline: Any, target: Any) -> Comparison:
+        found.judged.append(target[0].model)
+        return replace(compared("inconclusive"), remarks=(f"{target[0].model} lacks a result.",))
+
+    found.answer = answer  # type: ignore[method-assign]
+    unclear = found.judge(net_calls(1), [filter_call(1), filter_call(2, model="Head")])
+    assert (unclear.answer, found.judged) == ("inconclusive", ["Filter", "Head"])
+    assert unclear.remarks[0] == "Filter lacks a result."
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlab.errors import LayoutError
-from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts import Gather, Layout, parse_layout
 from graftlab.matching.contradictions import (
     fills,
     fused_parts,
@@ -411,3 +411,31 @@ def test_parts_by_groups_of_heads_are_named_in_layers_with_a_tap_that_does_not_m
     one_group = [pair("h.0.qkv", "l.0.q", "part(dim=0, index=0, of=[1, 1, 1])")]
     fused = [pair("h.0.q", "l.0.qkv", "part(dim=0, index=0, of=[1, 1, 1], groups=2)", whole="target")]
     assert in_groups(one_group, {"l.0.mlp"}) == in_groups(fused, {"l.0.mlp"}) == []
+
+
+@pytest.mark.parametrize("text", ["part(dim=-1, index=0, of=[1, 1])", "window(dim=-1, start=0, length=2)"])
+def test_a_dimension_counted_from_the_end_is_that_dimension(text: str) -> None:
+    gap = uncovered([parse_layout(text)], (2, 4))
+    assert gap is not None
+    assert gap.tolist() == [[False, False, True, True]] * 2
+    first = parse_layout("part(dim=-2, index=0, of=[1, 1])")
+    assert uncovered([first, parse_layout("part(dim=0, index=1, of=[1, 1])")], (2, 4)) is None
+
+
+def test_rows_are_lacking_only_where_no_pair_finds_them() -> None:
+    def rows(*found: int) -> Layout:
+        return Layout((Gather.of_rows((4,), found, (4,)),))
+
+    def said(*layouts: Layout, whole: Any = "baseline") -> list[str]:
+        pairs = [Pair(f"b{n}", "t", layout, whole, "exact") for n, layout in enumerate(layouts)]
+        return [each.text for each in in_part(pairs, {"t": (4, 3)})]
+
+    assert said(rows(0, 1, -1, -1), rows(-1, -1, 2, 3)) == []
+    (found,) = said(rows(0, 1, -1, -1), rows(-1, 1, -1, 3))
+    assert "1 of its 4 rows have no row of the baseline's" in found
+    assert said(rows(0, 1, -1, -1), rows(0, 1, 2, 3)) == []
+
+
+def test_dims_in_another_order_are_no_rows_in_another_order() -> None:
+    for text, is_noticed in (("a b c -> b a c", False), ("a b -> b a", False), ("(a b) c -> (b a) c, b=2", True)):
+        assert bool(notices_of([pair("x", "y", text)], {})) == is_noticed

@@ -83,3 +83,9 @@ def test_a_tensor_with_too_many_rows_has_only_a_digest_of_all(monkeypatch: pytes
     monkeypatch.setattr("graftlab.matching.digests.MOST_ROWS", 23)
     assert Digest.of(X).rows is None
     assert Digest.of(X[:23]).rows is not None
+
+
+def test_the_same_bits_in_another_dtype_are_not_the_same_numbers() -> None:
+    for tensor in (X, X.view(-1)):
+        assert Digest.of(tensor).whole != Digest.of(tensor.view(torch.int32)).whole
+    assert list(Wholes({"x": Digest.of(X.view(torch.int32))}).of(Digest.of(X[:2]))) == []

@@ -1377,3 +1377,74 @@ def test_two_taps_share_a_partner_only_where_values_show_that_they_do(found: Any
     assert matcher.Matcher._share_elsewhere(known, rule, "l.1.b") == is_shared
     assert not matcher.Matcher._share_elsewhere(known, rule, "l.1.a")
     assert not matcher.Matcher._share_elsewhere(known, rule, "l.1.c")
+
+
+# ---- what is said of pairs and of taps without one ------------------------------------------------------------------
+
+
+def test_a_tap_without_a_partner_has_the_reason() -> None:
+    broken, lost = values(4, 4, seed=1), torch.full((4, 4), math.nan)
+    broken[0, 0] = math.nan
+    theirs = [
+        tap("broken", broken, 0),
+        tap("lost", lost, 1),
+        tap("flat", torch.ones(4, 4), 2),
+        tap("small", values(3, 5, seed=2), 3),
+        tap("other", values(4, 4, seed=3), 4),
+    ]
+    ours = [tap("a", values(4, 4, seed=0), 0)]
+    alone = "no {} tap has its values"
+    expected = {
+        "broken": alone.format("baseline"),
+        "lost": "it has no finite value",
+        "flat": "all its values are equal, so they cannot identify a partner",
+        "small": "no baseline tap has 15 elements or contains it",
+        "other": alone.format("baseline"),
+    }
+    found = match_taps(ours, theirs, guesses=False)
+    assert (found.unmatched_target, found.unmatched_baseline) == (expected, {"a": alone.format("target")})
+
+
+def test_a_pair_that_rules_have_made_is_confirmed_once_its_values_are_near() -> None:
+    value = values(6, 8, seed=0)
+    ours, theirs = [tap("a", value, 0)], [tap("x", value * (1 + 1e-6 * values(6, 8, seed=1)), 0)]
+    for before, now in {"rule": "confirmed", "confirmed": "confirmed", "near": "near", "guess": "near"}.items():
+        known = Proposal((Pair("a", "x", sureness=before),))  # type: ignore[arg-type]
+        assert [pair.sureness for pair in match_taps(ours, theirs, before=known).pairs] == [now]
+    # Of another partner, nothing was known before.
+    known = Proposal((Pair("b", "x", sureness="rule"),))
+    assert [pair.sureness for pair in match_taps(ours, theirs, before=known).pairs] == ["near"]
+
+
+def test_a_pair_by_rule_says_what_its_values_show() -> None:
+    def note(one: Tensor, other: Tensor, sureness: Any = "exact") -> tuple[str, bool]:
+        made = matcher.Matcher([tap("a", one, 0)], [tap("x", other, 0)], None, None)
+        pair = made.by_rule(Pair("b", "y", sureness=sureness), 3, made.baseline["a"], made.target["x"])
+        assert (pair.baseline, pair.target, pair.sureness) == ("a", "x", "rule")
+        return pair.note, pair.rel is None
+
+    value = values(4, 5, seed=0)
+    begins = "as in 3 other layers"
+    assert note(value, value) == (begins, False)
+    assert note(torch.ones(4), torch.ones(4)) == (f"{begins}; all its values are equal, so they prove nothing", False)
+    assert note(value, value.T.contiguous()) == (f"{begins}; its values could not be compared in that layout", True)
+    ends = "; here the values differ by rel_l2 0.1"
+    assert note(value, value * 1.1) == (f"{begins}, where the values match{ends}", False)
+    assert note(value, value * 1.1, "rule") == (f"{begins}, where grafts confirmed it{ends}", False)
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("attn.qkv", True), ("attn.last", False)])
+def test_a_part_alone_is_a_contradiction_only_in_a_fused_tap(name: str, is_named: bool) -> None:
+    q, k, v = (values(6, 16, seed=n) for n in range(3))
+    found = match_taps([tap("q", q, 0)], [tap(name, torch.cat([q, k, v], 1), 0)])
+    assert [pair.layout.text for pair in found.pairs] == ["part(index=0, of=[1, 1, 1], dim=1)"]
+    said = "attn.qkv is compared only in part: it contains q; no baseline tap has the other 67%"
+    assert found.problems == ((said,) if is_named else ())
+
+
+def test_of_taps_that_fit_alike_the_one_with_nearer_values_is_the_partner() -> None:
+    value = values(6, 8, seed=0)
+    apart = value * (1 + 3e-7 * values(6, 8, seed=1))
+    for ours in ([tap("a.x", apart, 0), tap("b.x", value, 0)], [tap("b.x", value, 0), tap("a.x", apart, 0)]):
+        found = match_taps(ours, [tap("c.x", value, 0)])
+        assert [pair.baseline for pair in found.graftable] == ["b.x"]

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import graftlab as gl
-from graftlab.matching.names import last_role, role_of, similarity, words_of
+from graftlab.layouts import Layout
+from graftlab.matching.names import (
+    in_any_layer,
+    last_role,
+    layer_of,
+    layers_of,
+    path_numbers_of,
+    pattern_of,
+    place_of,
+    role_of,
+    similarity,
+    words_of,
+)
+from graftlab.matching.pair import SURENESS, Pair
+from graftlab.matching.rules import Rule, rules_of
 
 
 @pytest.mark.parametrize(
@@ -81,6 +97,8 @@ def test_the_two_norms_of_a_block_are_known_by_their_customary_names(attention: 
         "h.0.attention.query_key_value.weight",
         "h.0.attn.key_value.weight",
         "h.0.mlp.gate_up.weight",
+        "h.0.mlp.up.gate_up.weight",
+        "h.0.attn.value.kv_proj.weight",
         # Such code may norm before and after a block.
         "h.0.feedforward.norm1.weight",
         "h.0.pre_feedforward.ln_2",
@@ -112,6 +130,8 @@ def test_names_are_alike_by_their_words_the_last_above_all_and_by_their_numbers(
         ("norm.gamma", "the weight"),
         ("norm.beta", "the bias"),
         ("norm.running_mean", "the running mean"),
+        ("layer1_0_bn1_running_mean", "the running mean"),
+        ("layer1_0_bn1_weight", "the weight"),
         ("weight.cache", None),
     ],
 )
@@ -134,3 +154,53 @@ def test_parameters_with_a_part_of_equal_values_are_paired_as_a_guess() -> None:
     (pair,) = match.of_target("d.weight")
     assert (pair.baseline, pair.sureness) == ("b.weight", "guess")
     assert "25% of its values are equal" in pair.note
+
+
+@pytest.mark.parametrize(
+    ("alike", "names"),
+    [
+        (pattern_of, [["h.0.norm1", "h.3.norm2"], ["h.0.norm", "h.1.norm"]]),
+        # A number that is a part of the path counts layers, unless the name has no such number.
+        (place_of, [["h.0.norm1", "h.3.norm1"], ["h.0.norm2"], ["norm1", "norm2"], ["h_0_norm1", "h_4_norm1"]]),
+        (layers_of, [["h.0.norm1", "h.3.norm1"], ["norm1"], ["norm2"], ["h0.norm1", "h7.norm1"], ["h0.norm2"]]),
+        (in_any_layer, [["h.0.mlp.1", "h.5.mlp.1"], ["h.0.mlp.2"], ["norm1"], ["norm2"]]),
+    ],
+)
+def test_names_that_differ_only_in_what_counts_layers_are_alike(alike: Any, names: list[list[str]]) -> None:
+    found = [{alike(name) for name in group} for group in names]
+    assert [len(group) for group in found] == [1] * len(names)
+    assert len(set.union(*found)) == len(names)
+
+
+def test_the_layer_is_the_first_number_of_a_names_path() -> None:
+    names = ("h.12.mlp.3.norm1", "norm1", "block_2.x", "w")
+    assert [(layer_of(name), path_numbers_of(name)) for name in names] == [
+        (12, (12, 3)),
+        (None, ()),
+        (2, (2,)),
+        (None, ()),
+    ]
+
+
+def test_a_rule_says_how_the_numbers_of_most_pairs_follow() -> None:
+    pairs = [Pair(f"m.1.h.{n + 2}.x", f"t.1.l.{n}.y.0.z.5") for n in range(3)]
+    numbers = ((None, 1), (1, 2))
+    constant = ((0, 1), (2, 0), (3, 5))
+    (rule,) = rules_of([*pairs, Pair("m.1.h.9.x", "t.1.l.3.y.0.z.5")])
+    patterns = pattern_of(pairs[0].baseline), pattern_of(pairs[0].target)
+    assert rule == Rule(*patterns, numbers, pairs[0], 3, constant)
+    assert rule.baseline_for("t.1.l.40.y.0.z.5") == "m.1.h.42.x"
+    names = ("t.1.l.40.y.0.z.5", "t.1.l.40.y.0.z.6", "t.1.l.40.y.1.z.5", "t.2.l.40.y.1.z.6", "t.1.l.40.w.0.z.5")
+    assert [rule.covers(name) for name in names] == [True, False, False, False, False]
+    # Two taps of one layer are one layer, and pairs in other layouts follow no common rule.
+    assert rules_of([pairs[0], Pair("m.1.h.2.x", "t.1.l.0.y.0.z.5", sureness="exact")]) == []
+    assert rules_of([pairs[0], Pair(pairs[1].baseline, pairs[1].target, whole="target")]) == []
+
+
+def test_a_pair_has_its_whole_on_one_side_and_all_notes() -> None:
+    pair = Pair("b", "t").noted("one").noted("two")
+    assert pair == Pair("b", "t", Layout(), "baseline", "near", None, "one; two")
+    assert (pair.outer, pair.inner) == ("b", "t")
+    other = Pair("b", "t", whole="target")
+    assert (other.outer, other.inner) == ("t", "b")
+    assert [each for each in SURENESS if Pair("b", "t", sureness=each).by_value] == ["exact", "near", "confirmed"]

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from graftlab.matching.recorded_taps import RecordedTap, relative_l2
+from graftlab.base.quantisation import SCALE
+from graftlab.matching.digests import Digest
+from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder, relative_l2
+from graftlab.taps.ambient_tags import ambient
 
 
 @pytest.mark.parametrize(
@@ -51,3 +54,58 @@ def test_a_tap_that_forgets_holds_nothing_beside_its_values() -> None:
     tap.forget()
     assert [each() for each in held] == [None] * 3
     assert tap.value is not None
+
+
+def test_what_is_computed_from_a_taps_values_counts_as_memory() -> None:
+    tap = RecordedTap.of("h", torch.arange(100.0))
+    assert tap.in_memory == 400
+    # Numbers in float64 and, sorted, once more; then their places.
+    assert (tap.elements is not None, tap.flat is not None) == (True, True)
+    assert tap.in_memory == 400 + 400 + 800
+    assert len(tap.lookup.ordered) == 100
+    assert tap.in_memory == 400 + 400 + 800 + 800
+    assert len(tap.lookup.places) == 100
+    assert tap.in_memory == 400 + 400 + 800 + 800 + 800
+    assert RecordedTap.of("h", torch.arange(100.0), keep=False).in_memory == 0
+
+
+def test_calls_of_one_name_are_counted_and_a_taps_tags_replace_those_around_it() -> None:
+    recorder = SketchRecorder()
+    around = ambient.set((("layer", 1), ("step", 2)))
+    try:
+        recorder.tap("a", torch.ones(2), None, {"layer": 3})
+    finally:
+        ambient.reset(around)
+    for _ in range(3):
+        recorder.tap("b", torch.ones(2), None, {})
+    assert recorder.taps[0].tags == {"layer": 3, "step": 2}
+    assert [tap.name for tap in recorder.taps[1:]] == ["b", "b#1", "b#2"]
+    assert [tap.order for tap in recorder.taps] == [0, 1, 2, 3]
+    assert (recorder.count, recorder.newest.name) == (4, "b#2")
+
+
+def test_weights_beyond_what_is_copied_stay_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlab.matching.recorded_taps.COPIED_WEIGHTS", 32)
+    recorder = SketchRecorder(budget=0)
+    weights = [torch.arange(8.0) + n for n in range(3)]
+    for n, weight in enumerate(weights):
+        recorder.tap(f"w.{n}", weight, None, {"kind": "param"})
+    values = [tap.value for tap in recorder.taps if tap.value is not None]
+    assert [value.tolist() for value in values] == [weight.tolist() for weight in weights]
+    known = [Digest.of(weight.clone()).whole for weight in weights]
+    assert [tap.digest and tap.digest.whole for tap in recorder.taps] == known
+    shared = [value.data_ptr() == weight.data_ptr() for value, weight in zip(values, weights, strict=True)]
+    assert shared == [False, True, True]
+    # As FSDP does, which torch refuses if numpy has seen the memory.
+    for weight in weights:
+        weight.untyped_storage().resize_(0)
+
+
+def test_numbers_that_a_tap_computes_from_codes_are_part_of_the_budget() -> None:
+    codes, scale = torch.tensor([-4, 0, 2, 100], dtype=torch.int8), {SCALE: torch.tensor(0.5)}
+    for budget, kept in ((16, [-2.0, 0.0, 1.0, 50.0]), (15, None)):
+        recorder = SketchRecorder(budget=budget)
+        recorder.tap("w", codes, scale, {"kind": "param"})
+        recorder.tap("v", codes, scale, {"kind": "param"})
+        assert [tap.value.tolist() if tap.value is not None else None for tap in recorder.taps] == [kept, None]
+        assert {tuple(tap.sketch.extremes) for tap in recorder.taps} == {(50.0, -2.0, 1.0, 0.0)}

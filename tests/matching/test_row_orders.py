@@ -16,14 +16,14 @@ from torch import Tensor
 from graftlab.base.world import Side
 from graftlab.grafting.batch_rows import BatchRows, RowsOfTaps, for_batch
 from graftlab.layouts import Gather, Layout, Rearrange, Scale
-from graftlab.layouts.row_alignment import FoundRows
+from graftlab.layouts.row_alignment import FoundRows, ShownRows
 from graftlab.matching.aligned_taps import AlignedTaps, _merged, _row_dims
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, SketchRecorder
-from graftlab.matching.rounds import match_in_rounds, match_once
+from graftlab.matching.rounds import _aligned, match_in_rounds, match_once
 from graftlab.matching.row_orders import RowOrder, row_orders, unpaired_rows
-from graftlab.matching.row_rules import _ways, with_row_rules
+from graftlab.matching.row_rules import _RowTaps, _ShownCall, _ways, with_row_rules
 from graftlab.matching.search import applied
 from graftlab.plan.pairs import PairRule
 from graftlab.rows.schema import Row
@@ -501,6 +501,67 @@ def test_steps_between_two_gathers_are_put_before_or_after_the_rule() -> None:
     ways = [*_ways((one, first, between, last, other), found)]
     assert ways == [((one, between), False, (other,)), ((one,), False, (between, other))]
     assert [*_ways((first, last), found)] == [((), False, ())]
+
+
+def test_a_call_has_the_rows_that_its_own_request_had_shown_before() -> None:
+    first, other, late = (ShownRows.of(torch.tensor([n])) for n in range(3))
+    calls = [(0, (), first), (1, (("rid", 1),), first), (2, (("rid", 2),), other), (5, (("rid", 2),), late)]
+    shown = {"target": [_ShownCall(order, (tags, 0), rows) for order, tags, rows in calls], "baseline": []}
+    taps = _RowTaps("ids", "tokens", shown)  # type: ignore[arg-type]
+    for order, rid, expected in (
+        (0, 2, [first]),
+        (4, 2, [first, other]),
+        (5, 2, [first, other, late]),
+        (9, 3, [first]),
+    ):
+        found = taps.until("target", order, ((("rid", rid), ("step", 0)), 0))
+        assert list(map(id, found)) == list(map(id, expected))
+    assert taps.until("baseline", 9, ((), 0)) == []
+
+
+def test_rows_that_a_pair_lacks_are_lacking_by_a_rule_too() -> None:
+    steps = Gather((4,), ((3, 1), (0, 3)), (4,)), Gather.of_rows((4,), [0, 1, -1, 2], (4,))
+    assert [*_ways(steps, FoundRows((4,), (4,), np.array([3, 0, -1, 1])))] == [((), False, ())]
+    assert [*_ways(steps, FoundRows((4,), (4,), np.array([3, 0, 3, 1])))] == []
+
+
+def test_equal_rows_of_single_steps_are_those_that_follow_one_another() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 16, generator=generator)[[0, 1, 0, 2, 0, 3]]
+    steps = [RecordedTap.of(f"embed#{n}" if n else "embed", rows[n : n + 1], order=n) for n in range(6)]
+    orders = row_orders([RecordedTap.of("embed", rows)], steps, {"baseline": None, "target": None})
+    assert [order.index.tolist() for order in orders] == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_a_run_that_shows_no_order_leaves_the_known_one() -> None:
+    known = [RowOrder(((), 0), ((), 0), (4,), (4,), np.array([3, 0, 1, 2]), ("x", "x"))]
+    rows = AlignedTaps(known, {"baseline": None, "target": None})
+    given: list[tuple[Pair, ...]] = []
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        given.append(grafts)
+        return [], []
+
+    assert _aligned(record, rows, True)((Pair("a", "b"),)) == ([], [])
+    assert (rows.orders, given) == (known, [(Pair("a", "b"),)])
+
+
+@pytest.mark.parametrize("name", ["output", "h"])
+def test_results_of_other_shapes_have_the_rows_of_their_call(name: str) -> None:
+    fetch: dict[Side, None] = {"baseline": None, "target": None}
+    value = torch.arange(24.0).reshape(2, 3, 4)
+    order = RowOrder(((), 0), ((), 0), (2, 3), (6,), np.array([3, 4, 5, 0, 1, 2]), ("x", "x"))
+    flat = value.flip(0).reshape(6, 4)
+    mine, theirs = AlignedTaps([order], fetch).of([RecordedTap.of(name, value)], [RecordedTap.of(name, flat)])
+    assert [tap.shape for tap in (*mine, *theirs)] == [(6, 4), (6, 4)]
+    assert mine[0].value is not None
+    assert torch.equal(mine[0].value, flat)
+    # With fewer rows, what a function returns as a whole has them only where the two sides' shapes differ.
+    fewer = RowOrder(((), 0), ((), 0), (2, 3), (4,), np.array([0, 1, 3, 4]), ("x", "x"))
+    for theirs_shape, kept in (((4, 4), (4, 4)), ((2, 3, 4), (2, 3, 4) if name == "output" else (4, 4))):
+        other = RecordedTap.of(name, torch.ones(theirs_shape))
+        (aligned,), _ = AlignedTaps([fewer], fetch).of([RecordedTap.of(name, value)], [other])
+        assert aligned.shape == kept
 
 
 def test_a_pair_whose_rows_no_rule_gives_is_counted_once() -> None:

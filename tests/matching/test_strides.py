@@ -15,8 +15,18 @@ from torch import Tensor
 from graftlab.layouts import parse_layout
 from graftlab.matching.recorded_taps import RecordedTap
 from graftlab.matching.search import find
-from graftlab.matching.sketch import EXTREMES, flat_values, sketch_of
-from graftlab.matching.strides import Lookup, _splits, fit, permutations, reorderings, sampled, slices
+from graftlab.matching.sketch import EXTREMES, alike, covers, flat_values, sketch_of
+from graftlab.matching.strides import (
+    Lookup,
+    Strides,
+    _splits,
+    fit,
+    fit_places,
+    permutations,
+    reorderings,
+    sampled,
+    slices,
+)
 from graftlab.matching.wording import layout_of
 
 
@@ -221,3 +231,101 @@ def test_the_extremes_of_a_sketch_are_its_largest_magnitudes_first_the_largest()
     assert (len(sketch.extremes), len(sketch.quantiles)) == (64, 33)
     # Of equal ones, the first.
     assert sketch_of(torch.ones(1000)).places.tolist() == list(range(EXTREMES))
+
+
+def test_strides_are_fitted_only_to_enough_places_that_show_them_and_only_if_all_do() -> None:
+    whole = flat_values(random(400))
+    lookup = Lookup(whole)
+
+    def found(values: np.ndarray, shape: tuple[int, ...] = (160,)) -> Strides | None:
+        return fit(lookup, 400, np.arange(len(values)), values, shape, 1e-9)
+
+    for known, is_found in ((19, False), (20, True), (160, True)):
+        values = np.concatenate([whole[40 : 40 + known], np.full(160 - known, 50.0)])
+        assert found(values) == (Strides(40, (160,), (1,)) if is_found else None)
+    # All of these are in the first row, so that they show no distance between rows.
+    assert found(whole[:16], (4, 16)) is None
+    wrong = whole[:160].copy()
+    wrong[150] = whole[399]
+    assert found(wrong) is None
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.tuples(st.integers(2, 4), st.sampled_from([1, 2, 5, 12, 60])), min_size=1, max_size=3),
+)
+def test_places_of_strides_have_strides_again(offset: int, digits: list[tuple[int, int]]) -> None:
+    made = Strides(offset, *(tuple(each) for each in zip(*digits, strict=True)))
+    count = math.prod(made.radices)
+    places = made.places(np.arange(count))
+    largest = int(places.max())
+    assert (made.fits(largest + 1), made.fits(largest)) == (True, False)
+    assert np.array_equal(made.taken(np.arange(largest + 1)), places)
+    found = fit_places(places, made.radices)
+    assert found is not None
+    assert np.array_equal(found.places(np.arange(count)), places)
+    # One element has a place, too.
+    assert fit_places(places[-1:], (1,)) == Strides(largest, (1,), (1,))
+
+
+def test_tensors_with_other_numbers_of_finite_elements_are_not_alike() -> None:
+    sketch = sketch_of(torch.arange(100.0))
+    broken = torch.arange(100.0)
+    broken[50] = math.nan
+    near, far = torch.arange(100.0) * 1.001, torch.arange(100.0) * 1.1
+    others = (torch.arange(100.0).flip(0), near, far, torch.arange(101.0), broken)
+    assert [alike(sketch, sketch_of(each), 1e-2) for each in others] == [True, True, False, False, False]
+    lost = sketch_of(torch.full((100,), math.nan))
+    assert not alike(lost, lost, 1e-2)
+
+
+def test_a_whole_covers_parts_within_its_range_up_to_rounding() -> None:
+    whole = sketch_of(torch.arange(100.0))
+    ranges = [(0.0, 99.0), (20.0, 30.0), (0.0, 100.0), (-1.0, 99.0), (0.0, 102.0), (-2.0, 99.0)]
+    found = [covers(whole, sketch_of(torch.linspace(*each, 16)), 1e-2) for each in ranges]
+    assert found == [True, True, True, True, False, False]
+    lost = sketch_of(torch.full((100,), math.nan))
+    assert not covers(whole, lost, 1e-2)
+    assert not covers(lost, whole, 1e-2)
+
+
+def test_one_number_unlike_thousands_of_others_is_seen() -> None:
+    for at in (0, 5000, 9999):
+        for other in (-1.0, 1.0):
+            values = torch.zeros(10_000)
+            values[at] = other
+            assert not sketch_of(values).constant
+    assert sketch_of(torch.zeros(10_000)).constant
+
+
+@pytest.mark.parametrize(
+    ("found", "whole", "shape", "text"),
+    [
+        (Strides(0, (24,), (1,)), (24,), (4, 6), "rearrange('(a b) -> a b', b=6)"),
+        (Strides(0, (24,), (1,)), (4, 6), (24,), "a b -> (a b)"),
+        (Strides(0, (24,), (1,)), (2, 12), (8, 3), "rearrange('a (b c) -> (a b) c', c=3)"),
+        (Strides(0, (24,), (1,)), (4, 6), (4, 6), "same"),
+        (Strides(0, (6, 4), (1, 6)), (4, 6), (6, 4), "a b -> b a"),
+        (Strides(0, (6, 4), (1, 6)), (4, 6), (24,), "a b -> (b a)"),
+        (Strides(6, (6,), (1,)), (4, 6), (6,), "window(dim=0, start=1, length=1) | 1 a -> a"),
+        (Strides(18, (6,), (1,)), (4, 6), (6,), "window(dim=0, start=-1, length=1) | 1 a -> a"),
+        (Strides(12, (12,), (1,)), (4, 6), (2, 6), "part(index=1, of=[1, 1], dim=0)"),
+        (Strides(0, (3, 6), (6, 1)), (4, 6), (3, 6), "part(index=0, of=[3, 1], dim=0)"),
+    ],
+)
+def test_strides_are_put_into_words_whatever_digits_they_were_found_in(
+    found: Strides, whole: tuple[int, ...], shape: tuple[int, ...], text: str
+) -> None:
+    layout = layout_of(found, whole, shape)
+    assert layout.text == text
+    values = torch.arange(math.prod(whole))
+    assert layout.local(values.reshape(whole)).flatten().tolist() == found.taken(values.numpy()).tolist()
+
+
+def test_a_few_extreme_values_that_are_near_show_no_partner() -> None:
+    for size, is_found in ((7, False), (8, True)):
+        taps = [RecordedTap.of(name, random(size), keep=False) for name in "xy"]
+        found = find(taps[0], taps[1])
+        assert (found is not None) == is_found
+        if found is not None:
+            assert (found.sampled, found.exact, found.rel) == (True, False, 0.0)

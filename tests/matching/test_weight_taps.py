@@ -14,7 +14,8 @@ from graftlab.matching.digests import Digest
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap
-from graftlab.matching.weight_taps import with_weights, without_weights
+from graftlab.matching.rules import rules_of
+from graftlab.matching.weight_taps import _by_the_first_rule, _with_one_role, with_weights, without_weights
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -372,3 +373,37 @@ def test_outputs_of_a_fused_module_are_paired_as_the_rows_of_its_weight(wrong: s
     assert outputs == ([of_k] if wrong else [of_q, of_k])
     assert "qk#1" not in found.unmatched_target
     assert list(found.unmatched_baseline) == ([] if wrong in ("", "paired") else [baseline[2].name])
+
+
+def test_an_output_of_a_wrong_weight_is_paired_as_in_other_layers_for_one_reason() -> None:
+    rules = rules_of([Pair(f"m.{n}.q", f"t.{n}.q") for n in range(2)])
+    turned = parse_layout("a b -> b a")
+    why = "as in 2 other layers, because the weights of t.2.q are"
+    right = Pair("m.2.q", "t.2.q", sureness="rule", rel=None)
+    for found, what in (
+        (Pair("m.3.q", "t.2.q", rel=0.1), "another module's"),
+        (Pair("m.2.q", "t.2.q", turned, rel=0.1), "in a different order"),
+    ):
+        assert _by_the_first_rule(rules, found) == right.noted(f"{why} {what}")
+    part = parse_layout("part(index=0, of=[1, 1])")
+    for kept in (
+        Pair("m.2.q", "t.2.q"),
+        Pair("m.3.q", "t.2.q", turned),
+        Pair("m.2.q", "t.2.q", part),
+        Pair("m.2.q", "t.2.k", turned),
+    ):
+        assert _by_the_first_rule(rules, kept) is kept
+
+
+def test_weights_of_two_modules_have_one_role_only_if_no_other_has_it() -> None:
+    def taps(*names: str) -> list[RecordedTap]:
+        return [RecordedTap.of(name, torch.ones(2)) for name in names]
+
+    def found(ours: list[RecordedTap], theirs: list[RecordedTap]) -> list[tuple[str, str]]:
+        return [(one.name, other.name) for one, other in _with_one_role(ours, theirs)]
+
+    assert found(taps("a.gamma", "a.bias", "a.x"), taps("b.weight", "b.x", "b.y")) == [
+        ("a.gamma", "b.weight"),
+        ("a.x", "b.x"),
+    ]
+    assert found(taps("a.gamma", "a.weight", "a.bias"), taps("b.weight", "b.beta")) == [("a.bias", "b.beta")]

@@ -15,9 +15,11 @@ from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import MatchError
-from graftlab.layouts import join_parts, parse_layout
-from graftlab.matching.converting import _fused
+from graftlab.layouts import Scale, join_parts, parse_layout
+from graftlab.matching.converting import _code, _fused
 from graftlab.matching.pair import Pair
+from graftlab.matching.proposal import Proposal
+from graftlab.matching.weights import WeightMatch
 
 
 def outputs(found: object) -> torch.Tensor:
@@ -414,6 +416,44 @@ def test_gates_of_a_recurrent_layer_in_different_orders_are_named() -> None:
     assert gl.match_weights(*gates_first(lambda name: True)).clean
 
 
+def test_a_match_is_clean_without_problems_and_unmatched_targets() -> None:
+    assert WeightMatch((), {"left": "why"}).clean
+    assert not WeightMatch((), {}, {"left": "why"}).clean
+    assert not WeightMatch((), {}, {}, ("a is not b.",)).clean
+
+
+def test_a_scaled_weight_has_whole_factors_and_constants_up_to_rounding() -> None:
+    weight = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
+    noise = 1 + 1e-5 * torch.randn(12, 9, generator=torch.Generator().manual_seed(1))
+    cases = [((-1.0, 0.0), -weight), ((1.0, 2.0), weight + 2), ((-1.0, 3.0), 3 - weight)]
+    for (factor, add), changed in cases:
+        (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": changed * noise}).pairs
+        assert pair.layout.steps == (Scale(factor, add),)
+        (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": (changed * noise).T}).pairs
+        assert pair.layout.steps[-1] == Scale(factor, add)
+    (pair,) = gl.match_weights({"a.weight": weight}, {"a.weight": weight * 0.5 + 0.3}).pairs
+    (scale,) = pair.layout.steps
+    assert isinstance(scale, Scale)
+    assert (scale.factor, scale.add) == pytest.approx((0.5, 0.3), rel=1e-5)
+
+
+def test_few_numbers_that_are_equal_by_chance_show_no_partner() -> None:
+    ours, theirs = torch.tensor([0.0, 1.0] * 16), torch.tensor([0.0, 0.0, 1.0, 2.0] * 8)
+    match = gl.match_weights({"a.mask": ours}, {"b.mask": theirs})
+    assert not any("of its values are equal" in pair.note for pair in match.pairs)
+
+
+def test_notes_that_differ_in_numbers_alone_are_shown_once_with_the_number_of_layers() -> None:
+    notes = ["off by 0.1", "off by 2e-3", "off by 3", "another", "a third"]
+    pairs = tuple(Pair(f"h.{n}.x", f"l.{n}.x", note=note) for n, note in enumerate(notes))
+    page = Proposal(pairs)._repr_mimebundle_()["text/html"]
+    assert "off by 0.1 (and similarly, with different numbers, in 2 more layers); another; a third<" in page
+    assert "off by 2e-3" not in page
+    left = Proposal((), {"a.0": "no 3", "a.1": "no 4", "b": "no 3"})._repr_mimebundle_()["text/html"]
+    assert "a.0 … a.1 (2 taps)" in left
+    assert "no 3 (and similarly, with different numbers, in 1 more layer)" in left
+
+
 def test_arguments_that_are_not_states_are_refused() -> None:
     with pytest.raises(MatchError, match="the baseline must be a state dict or a module, not list"):
         gl.match_weights([1], {})  # type: ignore[arg-type]
@@ -696,3 +736,35 @@ def test_weights_whose_class_stores_codes_are_matched_by_their_numbers(is_torchs
     made: dict[str, Any] = {}
     exec(match.to_code(), made)
     assert torch.equal(made["convert"]({"q.weight": q, "k.weight": k})["qk.weight"], fused)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a b -> b a", "rearrange('(a b) c -> (b a) c', b=3)", "scale(factor=0.5, add=-1.0)", "scale(factor=2.0)"),
+        *(
+            f"part(index={index}, of={of}, dim={dim}, groups={groups})"
+            for index, of in ((1, [1, 1]), (0, [2, 1]), (1, [2, 1]), (2, [1, 1, 1]))
+            for dim in (0, 1, -1)
+            for groups in (1, 2)
+        ),
+        *("window(dim=0, start=1, length=3)", "window(dim=1, start=-4, length=2)", "window(dim=0, start=-1, length=1)"),
+        "strided(shape=[2, 3], sizes=[2, 3], strides=[6, 1], offset=7)",
+        "part(index=1, of=[1, 1], dim=0) | a b -> b a | part(index=0, of=[1, 2], dim=1)",
+    ],
+)
+def test_the_code_of_a_layout_takes_what_the_layout_takes(text: str) -> None:
+    x = torch.arange(144.0).reshape(12, 12)
+    layout = parse_layout(text)
+    assert torch.equal(eval(f"x{_code(layout, x.shape)}", {"x": x}), layout.local(x))
+
+
+def test_a_converter_gives_the_targets_dtype_whichever_of_the_sources_has_another() -> None:
+    q, k = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = {"qk.weight": torch.cat([q, k])}
+    for baseline in ({"q.weight": q.float(), "k.weight": k}, {"q.weight": q, "k.weight": k.float()}):
+        made: dict[str, Any] = {}
+        exec(gl.match_weights(baseline, target).to_code(), made)
+        (converted,) = made["convert"](baseline).values()
+        assert converted.dtype == torch.bfloat16
+        assert torch.equal(converted, target["qk.weight"])
