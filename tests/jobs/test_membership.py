@@ -477,8 +477,10 @@ def test_a_session_of_jobs_is_over_once_the_last_rank_has_left(tmp_path: Path) -
         ranks = []
         for side in ("baseline", "target"):
             rank, _ = server._admit(JoinRequest(side, 0, 1, 1, os.getpid(), "cpu", "gloo", None, None), None)
-            rank.close_rank_ends()
             ranks.append(rank)
         for rank, over in zip(ranks, (False, True), strict=True):
             server._on_left(rank)
             assert server.over.is_set() == over
+        # Not before: the session would notice that both have left.
+        for rank in ranks:
+            rank.close_rank_ends()
