@@ -779,16 +779,6 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
     assert judged(*sides, stale) == ("differ", ["The results of the two calls differ by 3."])
 
 
-def test_odd_orders_of_features_are_said_only_of_calls_that_differ() -> None:
-    orders, wrong = "k is reordered, and q is not", "w has the values of v"
-    proposal = Proposal((Pair("a", "a"),), odd_orders=(orders,), wrong_weights=(wrong,))
-    cases = (found("a", "output"), "agree", False), (found("a", label="culprit"), "differ", True)
-    for findings, answer, is_said in cases:
-        compared = Runs(findings).judge(held(), held(), proposal)
-        said = [f"{each}." in compared.remarks for each in (wrong, orders)]
-        assert (compared.answer, said) == (answer, [True, is_said])
-
-
 def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     said = "The returned value has the shape [4, 3] on the baseline and [4, 2] on the target."
     with_inputs = found("x@input", "a", "output")
