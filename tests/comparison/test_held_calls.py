@@ -633,6 +633,8 @@ def test_a_folder_before_a_command_is_where_it_runs(tmp_path: Path, monkeypatch:
     command = command_of("cd 'my port' && RATE=2 score.py --ids '1;2'", None)
     assert (command.folder, command.variables) == ("my port", {"RATE": "2"})
     assert command.arguments == (sys.executable, "score.py", "--ids", "1;2")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command_of("cd ~/'my port' && score.py", None).folder == str(tmp_path / "my port")
     with pytest.raises(ConfigError, match="the folder absent does not exist"):
         command_of("cd absent && python score.py", None)
     with pytest.raises(ConfigError, match=rf"other.py does not exist; give its path from {tmp_path}/my port"):

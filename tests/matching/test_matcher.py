@@ -1448,3 +1448,10 @@ def test_of_taps_that_fit_alike_the_one_with_nearer_values_is_the_partner() -> N
     for ours in ([tap("a.x", apart, 0), tap("b.x", value, 0)], [tap("b.x", value, 0), tap("a.x", apart, 0)]):
         found = match_taps(ours, [tap("c.x", value, 0)])
         assert [pair.baseline for pair in found.graftable] == ["b.x"]
+
+
+def test_names_alone_pair_only_taps_that_would_choose_each_other() -> None:
+    theirs = [tap("g.norm", values(4, 4, seed=1), 0), tap("h.norm", values(4, 4, seed=2), 1)]
+    found = match_taps([tap("h.norm", values(4, 4, seed=0), 0)], theirs)
+    assert [(pair.baseline, pair.target, pair.sureness) for pair in found.pairs] == [("h.norm", "h.norm", "guess")]
+    assert [*found.unmatched_target] == ["g.norm"]

@@ -204,3 +204,9 @@ def test_a_pair_has_its_whole_on_one_side_and_all_notes() -> None:
     other = Pair("b", "t", whole="target")
     assert (other.outer, other.inner) == ("t", "b")
     assert [each for each in SURENESS if Pair("b", "t", sureness=each).by_value] == ["exact", "near", "confirmed"]
+
+
+def test_each_constant_is_the_partner_of_one_other() -> None:
+    ones = torch.ones(4)
+    assert len(gl.match_weights({"a.bias": ones, "b.bias": ones}, {"c.bias": ones}).pairs) == 1
+    assert len(gl.match_weights({"c.bias": ones}, {"a.bias": ones, "b.bias": ones}).pairs) == 1
