@@ -443,12 +443,15 @@ def test_all_jobs_of_an_earlier_session_continue_their_one_run(tmp_path: Path) -
     theirs = GraftPlan(b2t="layer == 4", version=5)
     state = RejoinState(RunInfo(7, 30, (0, 1)), to_wire(theirs), lost_rows=0, session="an earlier one")
     with session:
+        ranks = []
         for side in ("baseline", "target"):
             join = JoinRequest(side, 0, 1, 1, os.getpid(), "cpu", "gloo", None, state)
             rank, _ = server._admit(join, None)
-            rank.close_rank_ends()
+            ranks.append(rank)
         assert [run.number for run in session.runs] == [7]
         assert (session.plan.b2t, session.plan.version) == ("layer == 4", 5)
+        for rank in ranks:
+            rank.close_rank_ends()
 
 
 def test_those_that_wait_learn_of_a_refused_process_and_not_of_one_that_asks_again(tmp_path: Path) -> None:
