@@ -593,6 +593,13 @@ def test_a_function_is_found_in_a_file_of_the_users_folder_and_of_another_encodi
     assert function_in_file("~/named.py:f").path == str(tmp_path / "named.py")
 
 
+def test_a_function_may_be_a_method_of_a_class_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "models.py").write_text("class Models:\n    @staticmethod\n    def small(): ...\n")
+    assert function_in_file(f"{tmp_path}/models.py:Models.small").name == "Models.small"
+    with pytest.raises(ConfigError, match=r"models\.py does not define Model; did you mean Models\?"):
+        function_in_file(f"{tmp_path}/models.py:Model.small")
+
+
 def test_a_script_runs_in_this_python_also_if_its_path_has_spaces(tmp_path: Path) -> None:
     script = tmp_path / "my model.py"
     script.touch()

@@ -122,6 +122,13 @@ def test_what_a_result_holds_in_slots_queues_sets_and_enums_is_compared(one: Any
     assert not named_tensors({torch.ones(1), torch.ones(2)})
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.float16, np.float64, np.complex64])
+def test_arrays_of_every_kind_of_number_are_compared(dtype: Any) -> None:
+    values = np.array([0, 1, 1]).astype(dtype)
+    [found] = named_tensors({"mask": values}).values()
+    assert (found.numpy().dtype, found.tolist()) == (values.dtype, values.tolist())
+
+
 def test_whole_numbers_in_lists_do_not_round() -> None:
     (difference,), *_ = compare_results([5], [6])
     assert difference.dtypes == ("int64", "int64")

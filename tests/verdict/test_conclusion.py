@@ -211,7 +211,8 @@ def test_the_first_divergence_in_an_earlier_step_is_reported() -> None:
     assert conclude(run(0.0, 1.0, 0.0), []).earlier.startswith("first divergent in this run: a on target[0] in step 1:")
     assert conclude(run(0.0, 1.0, 1.0), []).earlier == "first above the floor in step 1"
     assert conclude(run(0.0, 0.0, 1.0), []).earlier == ""
-    assert conclude(run(0.0, 1.0, 0.0), [], noise_floor=2.0).earlier == ""
+    given = conclude(run(0.0, 1.0, 0.0), [], noise_floor=2.0)
+    assert (given.earlier, given.floor) == ("", 2.0)
 
 
 def test_a_difference_of_a_tap_that_is_lost_afterwards_is_still_reported() -> None:

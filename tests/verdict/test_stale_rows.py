@@ -69,6 +69,14 @@ def test_only_caches_of_at_most_16384_rows_are_searched(rows: int, is_found: boo
     assert (stale_rows(cache, stale, {"k": NEW[:1]}) is not None) is is_found
 
 
+def test_rows_of_16_bits_are_this_calls_though_rounded_otherwise() -> None:
+    target = torch.cat([OLD * (1 + 2**-8), OTHER[:, :1]], 1).bfloat16()
+    said = hint(target, CACHE.bfloat16(), NEW.bfloat16())
+    assert said.startswith("index 8 of dim 1 was not computed in this call, a stale or")
+    # In float32 the other rows differ too.
+    assert stale_rows(CACHE, target.float(), {"k": NEW}) is None
+
+
 def test_whole_numbers_are_no_cache() -> None:
     whole = (100 * CACHE).long()
     stale = torch.cat([whole[:, :8], whole[:, 3:4]], 1)

@@ -110,4 +110,5 @@ def test_each_kind_of_draft_is_explained(simulated: Browser) -> None:
     )
     box.propose(["a", "b", "a"])
     assert box.name.options == ("a", "b")
+    assert {"torch", "gl", "graft_input.tags", "graft_input.received_list"} <= {*box.editor.completions}
     close_all(box)
