@@ -97,8 +97,8 @@ class RowMover:
             if size < (AT_THE_END if is_ending else SOME):
                 return
             if size >= MUCH or size == before or is_ending:
-                # In a stream of rows this might not end either; there the last ones may stay.
-                while (is_ending or size < MUCH) and self._decode():
+                # In a stream of rows, which may resume after a pause, this might not end; there the last ones may stay.
+                while (is_ending or self._log_size() < MUCH) and self._decode():
                     pass
                 if not self._move(MUCH):
                     return

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from kit import warm
+from kit.deadline import DEADLINE
 from kit.examples import examples
 from kit.limits import limited
 from kit.support import wait_until
@@ -339,7 +341,7 @@ def test_a_kill_while_rows_move_loses_and_duplicates_none(
 
 
 _KILLED = """
-import os, sys
+import faulthandler, os, sys
 from pathlib import Path
 from graftlab.rows import log, moving, store
 from graftlab.rows.encoding import encode
@@ -347,12 +349,44 @@ from rows.test_parquet import row
 log._PIECE = 2_000
 moving.MUCH = 6_000
 moving.SOME = moving.DECODED_AT_ONCE = 1
+faulthandler.enable()
 made = store.RowStore(Path(sys.argv[1]))
 for order in range(10**9):
     made.append([encode(row(order))])
     # One by one: what was printed is on disk.
     os.write(1, b"%d\\n" % order)
 """
+
+
+def test_rows_move_though_a_stream_resumes_after_a_pause_and_is_never_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moving, "_QUIET", 0)
+    sizes, moved = [moving.SOME], threading.Event()
+
+    def decode() -> bool:
+        # More has arrived than was decoded.
+        sizes.append(sizes[-1] + (1 << 20))
+        assert sizes[-1] < 10 * moving.MUCH
+        return True
+
+    def move(most: int) -> bool:
+        moved.set()
+        sizes.append(0)
+        return True
+
+    mover = moving.RowMover(decode, move, lambda: 0, lambda: sizes[-1])
+    mover.look()
+    assert moved.wait(DEADLINE)
+    mover.finish()
+    assert max(sizes) == moving.MUCH
+
+
+def _stacks(writer: Any) -> str:
+    """End a process, with what it has said and where its threads were."""
+    os.kill(writer.pid, signal.SIGABRT)
+    said: str = writer.communicate()[1]
+    return said
 
 
 @pytest.mark.ranks
@@ -370,6 +404,8 @@ def test_a_killed_writer_loses_no_row(tmp_path: Path) -> None:
             while len(seen) <= 2 * round_ or printed % 61:
                 seen.update(each.name for each in folder.glob("*.parquet"))
                 printed = int(writer.stdout.readline())
+                if printed > 200_000:
+                    pytest.fail(f"rows of {sorted(seen)} alone have moved into files\n{_stacks(writer)}")
             writer.kill()
             rest = writer.stdout.read().splitlines()
         printed = int(rest[-1]) if rest and rest[-1] else printed
