@@ -358,7 +358,7 @@ for order in range(10**9):
 """
 
 
-def test_rows_move_though_a_stream_resumes_after_a_pause_and_is_never_read_to_its_end(
+def test_rows_move_though_a_stream_resumes_after_a_pause_and_has_no_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moving, "_QUIET", 0)
