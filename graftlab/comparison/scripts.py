@@ -183,7 +183,8 @@ class _HeldInTurn:
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
-        # By the models, what their calls leave behind under different names, of so many calls.
+        # By the two models, what their calls leave behind under different names; and the number of the newest call
+        # that was looked at for that.
         self._states: dict[tuple[str, str], StatePairs] = defaultdict(StatePairs)
         self._noted = 0
         self._compared: Comparison

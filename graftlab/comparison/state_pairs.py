@@ -17,7 +17,7 @@ from graftlab.ranks.call_description import CallDescription
 _LEAST = 8
 # State is differing if it is this many times as far apart as rounding explains, or as it was when it was paired.
 _FAR = 100.0
-# So many numbers of two tensors are compared before all are: each of a model's caches may be that of any layer.
+# The numbers of two tensors that are compared before all are: each of a model's caches may be that of any layer.
 _SAMPLED = 512
 
 
@@ -98,7 +98,7 @@ class StatePairs:
 
 
 class _Samples:
-    """Some numbers of each of these tensors, so that most that are far from another tensor are told at once."""
+    """Some numbers of each of these tensors, by which most that are far from another tensor are known at once."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -370,8 +370,10 @@ class Grafter:
         self._leader_is_gone = bool(why_gone)
         leader = f"{self.place.everyone()[run.leader].label}, which announces the plan of each step,"
         if why_gone:
-            compared = "from this step to the end of this run no tap is compared here"
-            error = f"{leader} {why_gone} before it began step {self._step}; {compared}"
+            error = (
+                f"{leader} {why_gone} before it began step {self._step}; from this step to the end of this run no tap "
+                "is compared here. session.restart() starts launched ranks again; start a job again by its command"
+            )
         else:
             error = (
                 f"{leader} did not begin step {self._step} within {self._exchange.timeout:g} s; no tap of this step is "

@@ -323,10 +323,9 @@ class _Side:
             # If the other side uses a single operation for all of them, the fault may be in any.
             found.setdefault(each.index, LostOperation(each, follows_inputs=True, is_later=True))
         # What new memory happens to hold is no result.
-        found_last = [each for each in found.values() if each.operation.name in _NEW_MEMORY]
-        ordered = [each for each in found.values() if each.operation.name not in _NEW_MEMORY]
-        ordered += [replace(each, is_later=True) for each in found_last]
-        return self._with_incomparable_last(ordered, level)
+        new = [replace(each, is_later=True) for each in found.values() if each.operation.name in _NEW_MEMORY]
+        results = [each for each in found.values() if each.operation.name not in _NEW_MEMORY]
+        return self._with_incomparable_last([*results, *new], level)
 
     def _with_incomparable_last(self, found: list[LostOperation], level: int) -> list[LostOperation]:
         """The lost operations, last those whose line computes known values elsewhere from inputs that are known too.

@@ -8,7 +8,7 @@ import torch
 
 from graftlab.ranks.widening import PLAIN, ReadsOf16Bits, memory_of
 
-# So many rows, or columns, of a tensor tell where it comes from; and so few numbers may be equal by chance.
+# The rows, or columns, of a tensor that tell where it comes from; and the least numbers that are not equal by chance.
 _SAMPLES, _LEAST = 8, 4
 
 
