@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graftlab.session import Session
 
 Answer = Literal["agree", "differ", "inconclusive"]
+NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
 
 
 # The default repr would contain the whole frame.
@@ -50,8 +51,16 @@ class Comparison(Verdict):
     """
     equal_weights: frozenset[str] = frozenset()
     """The weights that are equal to one rounding before an update."""
+    lacks_result: bool = False
+    """Whether a call agrees but for its result, which could not be compared."""
     is_last: bool = False
     """Whether rounding moves the weights so far apart in this update that nothing after it can be judged."""
+
+    def with_result(self) -> Comparison:
+        """This comparison of a call that lacks its result, once another call has shown that it agrees."""
+        remarks = tuple(each for each in self.remarks if each != NOT_COMPARED)
+        findings = replace(self.findings, without_output=())
+        return replace(self, findings=findings, remarks=remarks, answer="agree", lacks_result=False)
 
     @property
     def text(self) -> str:

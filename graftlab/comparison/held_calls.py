@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import counted
-from graftlab.comparison.answers import Comparison, ReasonedAnswer, answer_of, is_beyond_rounding
+from graftlab.comparison.answers import NOT_COMPARED, Comparison, ReasonedAnswer, answer_of, is_beyond_rounding
 from graftlab.comparison.call_remarks import (
     ARGUMENT,
     difference_without_taps,
@@ -30,6 +29,8 @@ from graftlab.comparison.other_work import other_batch, other_tokens
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.diffs.results import values_of_other_shapes
 from graftlab.errors import MatchError
+from graftlab.layouts.regroup import Regroup
+from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
 from graftlab.ranks.call_description import CallDescription
@@ -40,16 +41,12 @@ from graftlab.verdict.returned_values import compare_returned
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.wording import NOT_CHECKED
 
-if TYPE_CHECKING:
-    from graftlab.matching.proposal import Proposal
-
 # If a smaller share of taps (of the side with fewer) has a partner of the same name, taps are matched by value.
 _ENOUGH = 0.8
 _PAIRS_ALONE = (
     "All that was compared agrees, the output too, but pairs contradict their names or each other (below): if they are "
     "wrong, a mistake may show only from other inputs."
 )
-_NOT_COMPARED = "The results of the two calls could not be compared, so the taps that agree do not clear the target."
 _MOST_WEIGHTS = 4
 """The most sentences on weights that have another weight's values."""
 
@@ -91,6 +88,8 @@ def judge_held_calls(
         remarks += [f"{each}." for each in proposal.wrong_weights[:_MOST_WEIGHTS]]
         # Code that agrees may read its weights in any order.
         remarks += [f"{each}." for each in proposal.odd_orders[:_MOST_WEIGHTS] if differ]
+    agrees_else = trusted and answer_of(replace(findings, without_output=()), True, True) == "agree"
+    lacks_result = agrees_else and conclusion.answer == "inconclusive" and conclusion.reasons == [NOT_COMPARED]
     remarks += conclusion.reasons
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
     if differ:
@@ -105,6 +104,7 @@ def judge_held_calls(
         conclusion.answer,
         tuple(remarks),
         has_other_batch=conclusion.has_other_batch,
+        lacks_result=lacks_result,
     )
 
 
@@ -128,7 +128,21 @@ def _paired(
     elif proposal is None and choice.match_trained and choice.match is None and _train_others(baseline, target):
         with suppress(MatchError):
             proposal = _matched(repeats, target)
+    elif proposal is None and choice.match is None and len(baseline) == 1 < len(target) and repeats.have_other_parts():
+        with suppress(MatchError):
+            proposal = _with_other_parts(repeats)
     return proposal, []
+
+
+def _with_other_parts(repeats: Repeats) -> Proposal | None:
+    """The pairs of taps of equal names of which each rank has other parts than follow from its number, put in force."""
+    found = repeats.match()
+    pairs = tuple(each for each in found.pairs if any(isinstance(step, Regroup) for step in each.layout.steps))
+    if not pairs:
+        return None
+    proposal = Proposal(pairs, order=found.order)
+    repeats.session.edit(pairs=proposal)
+    return proposal
 
 
 def _conclude(
@@ -195,7 +209,7 @@ def _conclude(
         resized = values_of_other_shapes(*returned, matched=True)
         conclusion.answer = "differ" if given_alike and resized else "inconclusive"
     if conclusion.answer == "inconclusive" and cannot_tell and not unlike:
-        conclusion.reasons.append(_NOT_COMPARED)
+        conclusion.reasons.append(NOT_COMPARED)
     if proposal is not None and proposal.unpaired_rows:
         conclusion.reasons.append(proposal.unpaired_rows)
         conclusion.withdraw_agreement()

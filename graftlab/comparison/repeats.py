@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from graftlab.base.tap_groups import kind_of
 from graftlab.base.tensor_bytes import as_bytes
 from graftlab.base.text import counted
 from graftlab.base.world import Side
@@ -79,6 +80,16 @@ class Repeats:
         """The baseline's taps whose pairs, which are in force, have a layout that does not fit this call."""
         frame = self.session.run(repeat_call, repeat_call).frame
         return set(frame.loc[frame["status"] == "failed", "name"])
+
+    def have_other_parts(self) -> bool:
+        """Whether the target's ranks have other parts of a weight of equal name than follow from their numbers.
+
+        As where each has its q, k and v of a fused one.
+        """
+        frame = self.session.run(repeat_call, repeat_call).frame
+        cut = frame[frame["aligned_by"].astype(str).str.startswith("slice") & (frame["status"] == "compared")]
+        weights = cut[[kind_of(tags) == "param" for tags in cut["tags"]]]
+        return bool((weights["rel_l2"] > _NEAR).any())
 
     def add_backward(self) -> str | None:
         """Include a backward pass in each run; returns the reason if that fails."""

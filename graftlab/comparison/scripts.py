@@ -35,6 +35,7 @@ from graftlab.comparison.left_to_updates import (
     why_left_to_update,
 )
 from graftlab.comparison.other_work import given_other_tokens, other_batch
+from graftlab.comparison.own_parts import OwnPart, OwnParts
 from graftlab.comparison.repeats import JudgingChoice, Repeats, described
 from graftlab.comparison.started_scripts import (
     StartedScripts,
@@ -180,6 +181,9 @@ class _HeldInTurn:
         self._left_out: Comparison | None = None
         # The comparison of a call that raises on one side, and differs before.
         self._before_exception: Comparison | None = None
+        # The parts of models that one side calls by themselves, and the comparison of a call whose part differs.
+        self._own_parts = OwnParts()
+        self._differs_in_part: Comparison | None = None
         # The newest calls of the first ranks, and the previous ones.
         self._newest: _Calls | None = None
         self._before: _Calls | None = None
@@ -214,8 +218,8 @@ class _HeldInTurn:
             if compared.answer != "agree":
                 return self._at_last(compared)
             following = None if self._is_enough(held) else self._next(None, held)
-        if self._before_exception is not None:
-            return self._with(self._before_exception, ())
+        if (differs := self._before_exception or self._differs_in_part) is not None:
+            return self._with(differs, ())
         return self._concluded([_NOT_ALL])
 
     def _note_call(self, held: HeldUnits) -> None:
@@ -227,6 +231,7 @@ class _HeldInTurn:
             self._states[one.model, other.model].add(number, one, other)
         self._noted = number
         self._before, self._newest = self._newest, (ours[0], theirs[0])
+        self._own_parts.note(held)
         self._note_needs(held)
 
     def _judged_call(self, held: HeldUnits) -> Comparison | None:
@@ -352,6 +357,10 @@ class _HeldInTurn:
                 if (note := self._look_before_exception(held)) is None:
                     return None
                 following = self._next_of(raising, held, note)
+            elif (own := self._own_parts.called_alone(held)) is not None:
+                if self._differs_in(own, held):
+                    return None
+                following = self._next(own.side, held)
             elif (side := held.behind) is not None:
                 self._note_needs(held)
                 following = self._next(side, held)
@@ -361,6 +370,22 @@ class _HeldInTurn:
             else:
                 return held
         return None
+
+    def _differs_in(self, part: OwnPart, held: HeldUnits) -> bool:
+        """Compare the result of a part with that of the other side's newest call, if that call had none to compare.
+
+        If they differ, :attr:`_differs_in_part` has the comparison.
+        """
+        found = self._own_parts.results(part, held)
+        if not found.compared or (compared := self._so_far.complete_call()) is None:
+            return False
+        self._compared = compared
+        far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
+        if far:
+            remark = part.differing(max(each.rel_l2 for each in far))
+            differs = replace(compared, remarks=(remark, *compared.remarks), answer="differ")
+            self._differs_in_part = self._so_far.with_calls_before(differs)
+        return bool(far)
 
     def _note_needs(self, held: HeldUnits) -> None:
         """Note whether the calls that are held need gradients."""
@@ -501,7 +526,8 @@ class _HeldInTurn:
             for side in SIDES
             if uncompared_calls(self._session.folder, side).exists()
         ]
-        of_parts = [f"{NOT_CHECKED}{part.not_compared(count)}" for part, count in self._so_far.of_parts.items()]
+        phrases = [part.not_compared(count) for part, count in self._so_far.of_parts.items()]
+        of_parts = [f"{NOT_CHECKED}{each}" for each in [*phrases, *self._own_parts.not_compared]]
         every = (*remarks, *compared.remarks, *self._so_far.raised, *of_parts, *elsewhere)
         return replace(compared, remarks=every, answer=answer or compared.answer, how=how, starts=starts)
 

@@ -94,6 +94,10 @@ class StartedScripts(Repeats):
         """Return none: the scripts are not started again for a match of a later call."""
         return set()
 
+    def have_other_parts(self) -> bool:
+        """Return false, for the same reason."""
+        return False
+
     # ---- one judgement ------------------------------------------------------------------------------------------
 
     def judge_call(

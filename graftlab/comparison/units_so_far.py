@@ -74,6 +74,13 @@ class UnitsSoFar:
         """Note that the last call can only be judged in part."""
         self.undecided[len(self.models) - 1] = compared
 
+    def complete_call(self) -> Comparison | None:
+        """Let the last call agree if it lacks only its result, which a part has shown; None if it lacks more."""
+        last = len(self.models) - 1
+        if last not in self.undecided or not self.undecided[last].lacks_result:
+            return None
+        return self.undecided.pop(last).with_result()
+
     def leave_out(self, part: PartOfModel) -> None:
         """Forget the last call, which is of a part of the other side's model."""
         self._not_checked = {line: call for line, call in self._not_checked.items() if call < len(self.models)}

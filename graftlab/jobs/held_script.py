@@ -128,9 +128,15 @@ class HeldScript:
             number=self._count,
             others=self._others,
             float32=self._float32,
+            part_of=self._model_with(module),
         )
         self._rank.hold(self._held)
         self._gradients.is_paused = False
+
+    def _model_with(self, module: torch.nn.Module) -> str:
+        """The name of the first model called that has this one as a module; blank if none has."""
+        others = (each for each in self._models.values() if each is not module)
+        return next((self._names[each] for each in others if any(module is part for part in each.modules())), "")
 
     def _note_other(self, name: str) -> None:
         """Note a model that is not held, to report it if the script never calls the right one."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
 from graftlab.diffs.rounding import roundoff
 from graftlab.errors import TransformError
+from graftlab.layouts import Layout
+from graftlab.layouts.regroup import Regroup
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap, relative_l2
+from graftlab.matching.regrouped import regrouped, with_dim
 from graftlab.matching.rounds import match_once
 from graftlab.matching.sketch import flat_elements
+from graftlab.plan.pairs import TapCallName
 from graftlab.transforms.by_layout import by_layout
 from graftlab.transforms.inputs import GraftTransformInput
 
@@ -49,7 +54,49 @@ def with_shards(
             has_all = pair.whole == "target" or not pair.layout.leaves_out
             if has_all and pair.by_value and _fits(pair, whole, left[pair.target]):
                 found.setdefault((pair.baseline, pair.target), pair)
+    partners = {pair.target for pair in found.values()}
+    for pair in _fused(alone, {name: held for name, held in left.items() if name not in partners}):
+        found.setdefault((pair.baseline, pair.target), pair)
     return _with(proposal, [*found.values()])
+
+
+def _fused(baseline: Sequence[RecordedTap], left: Mapping[str, Sequence[RecordedTap]]) -> Iterator[Pair]:
+    """The pairs of taps that both sides have fused from blocks, each of which is cut over the target's ranks.
+
+    A module's output follows its weight, even if something before it differs.
+    """
+    by_name = {tap.name: tap for tap in baseline}
+    steps: dict[str, Regroup] = {}
+    for name, held in left.items():
+        others = [by_name[name]] if name in by_name else baseline
+        for tap in others:
+            if tap.kind == held[0].kind and (pair := _regrouped(tap, name, held)) is not None:
+                steps[_module(name)] = cast("Regroup", pair.layout.steps[0])
+                yield pair
+                break
+    for name, held in left.items():
+        whole, step = by_name.get(name), steps.get(_module(name))
+        if whole is not None and step is not None and (own := with_dim(step, whole.shape, held[0].shape)) is not None:
+            pair = Pair(whole.name, name, Layout((own,)), "baseline", "rule")
+            yield replace(pair, sureness="near") if _fits(pair, whole, held) else pair
+
+
+def _regrouped(baseline: RecordedTap, name: str, held: Sequence[RecordedTap]) -> Pair | None:
+    values = [tap.value for tap in held if tap.value is not None]
+    assert baseline.value is not None
+    if not baseline.value.is_floating_point() or any(not each.is_floating_point() for each in values):
+        return None
+    step = regrouped(baseline.value, values, _limit(baseline, held))
+    if step is None:
+        return None
+    pair = Pair(baseline.name, name, Layout((step,)), "baseline", "near")
+    return pair if _fits(pair, baseline, held) else None
+
+
+def _module(name: str) -> str:
+    """The name of a tap's module: a weight's, or the tap's own."""
+    path = TapCallName.of(name).name
+    return path.rpartition(".")[0] if path.endswith((".weight", ".bias")) else path
 
 
 def _first_part(tap: RecordedTap, dim: int | None, target: Mapping[str, Sequence[RecordedTap]]) -> RecordedTap | None:
@@ -66,9 +113,14 @@ def _first_part(tap: RecordedTap, dim: int | None, target: Mapping[str, Sequence
 
 def _fits(pair: Pair, baseline: RecordedTap, held: Sequence[RecordedTap]) -> bool:
     """Whether the default transform makes each rank's tensor of the baseline's, to rounding."""
-    dtypes = (str(tap.dtype).removeprefix("torch.") for tap in (baseline, held[0]))
-    limit = max(_LEAST, 10 * (pair.rel or 0.0), *(2 * roundoff(dtype) for dtype in dtypes))
+    limit = max(10 * (pair.rel or 0.0), _limit(baseline, held))
     return all(apart <= limit for apart in _distances(pair, baseline, held))
+
+
+def _limit(baseline: RecordedTap, held: Sequence[RecordedTap]) -> float:
+    """How far equal tensors of these dtypes may be apart (rel_l2)."""
+    dtypes = (str(tap.dtype).removeprefix("torch.") for tap in (baseline, held[0]))
+    return max(_LEAST, *(2 * roundoff(dtype) for dtype in dtypes))
 
 
 def _distances(pair: Pair, baseline: RecordedTap, held: Sequence[RecordedTap]) -> Iterator[float]:

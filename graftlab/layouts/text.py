@@ -20,6 +20,7 @@ from graftlab.layouts.gathering import Gather, Rows
 from graftlab.layouts.layout import Layout
 from graftlab.layouts.mesh import Mesh
 from graftlab.layouts.rearrange import Rearrange
+from graftlab.layouts.regroup import Regroup
 from graftlab.layouts.shards import OneOf, Partial, Replicate, Shard
 from graftlab.layouts.sketching import SignedSums
 from graftlab.layouts.steps import Pack, Pad, Part, Scale, Step, Strided, Unpack, Window
@@ -42,6 +43,7 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "replicate": Replicate,
     "partial": Partial,
     "one_of": OneOf,
+    "regroup": Regroup,
 }
 # The last dimension of `t (a*c)`, which is not a call of t.
 _FUSED_AT_END = re.compile(r"\(\s*[A-Za-z_]\w*(?:\s*\*\s*[A-Za-z_]\w*)+\s*\)\s*$")

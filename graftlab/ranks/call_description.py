@@ -50,6 +50,8 @@ class CallDescription:
     """Whether the model itself is in training mode."""
     weights: int = 0
     """How many numbers the model's weights have."""
+    part_of: str = ""
+    """The model called earlier by the script that has this one as a module, as an engine's head; blank if none has."""
     values: tuple[str, ...] = ()
     """Those of ``taps`` that show what modules return, without weights, inputs and gradients."""
 

@@ -81,7 +81,8 @@ class HeldCall:
     These are the tensors of its result, and those that the call has written: buffers and attributes of modules, tensors
     and caches among the arguments. ``models`` are the tapped models, by the prefix of their taps' names; ``state`` has
     other objects that the call may change, by name. ``name`` names the model in sentences; by default it is the class.
-    ``float32`` is that of all calls of a script.
+    ``float32`` is that of all calls of a script. ``part_of`` names a model called earlier that has this one as a
+    module.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class HeldCall:
         number: int = 1,
         others: Mapping[str, int] | None = None,
         float32: Float32State | None = None,
+        part_of: str = "",
     ) -> None:
         self.is_released = False
+        self._part_of = part_of
         self._name = name
         self._call = call
         self._models = dict(models)
@@ -210,6 +213,7 @@ class HeldCall:
             in_training=tuple(self._in_training()),
             is_training=any(model.training for model in self._models.values()),
             weights=self._weights(),
+            part_of=self._part_of,
             values=tuple(name for name, kind in names.reached.items() if kind is None),
         )
 
@@ -232,7 +236,16 @@ class HeldCall:
             return self._describe_failure(error, watches=False)
         needs_backward = any(tensor.requires_grad for tensor in result.values())
         plain = _copied(result)
-        return CallDescription(self._kind, self._number, needs_backward, (), plain, plain, weights=self._weights())
+        return CallDescription(
+            self._kind,
+            self._number,
+            needs_backward,
+            (),
+            plain,
+            plain,
+            weights=self._weights(),
+            part_of=self._part_of,
+        )
 
     def _describe_failure(self, error: Exception, *, watches: bool) -> CallDescription:
         """Describe a call that raises; if it ``watches``, with the taps that it reaches before, which stay."""

@@ -789,6 +789,17 @@ def test_taps_whose_pairs_do_not_fit_a_call_are_those_that_fail_in_a_run_of_it()
     assert session.run.call_args_list == [call(repeat_call, repeat_call)]
 
 
+@pytest.mark.parametrize(
+    ("differing", "has"),
+    [({}, True), ({"aligned_by": None}, False), ({"rel_l2": 0.01}, False), ({"status": "failed"}, False)],
+)
+def test_ranks_have_other_parts_where_a_weight_is_far_from_its_slice(differing: dict[str, Any], has: bool) -> None:
+    row = {"name": "w", "status": "compared", "aligned_by": "slice dim=0", "rel_l2": 1.3, "tags": {"kind": "param"}}
+    session = MagicMock()
+    session.run.return_value.frame = pd.DataFrame([{**row, "rel_l2": 0.0}, {**row, **differing}, {**row, "tags": {}}])
+    assert Repeats(session).have_other_parts() == has
+
+
 def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:
     session, tried, dropped = MagicMock(), OfCall(HeldCall.try_backward), OfCall(HeldCall.drop_backward)
     session.run.return_value = SimpleNamespace(baseline=[None], target=[None])

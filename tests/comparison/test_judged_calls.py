@@ -26,7 +26,8 @@ from graftlab.control.verdicts import Verdict
 from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
-from graftlab.layouts import parse_layout
+from graftlab.layouts import Layout, parse_layout
+from graftlab.layouts.regroup import Regroup
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
@@ -71,6 +72,7 @@ class Runs:
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
         self.unfit_taps = Mock(return_value=set())
+        self.have_other_parts = Mock(return_value=False)
         self.add_backward = Mock(return_value=None)
 
     def judge(self, baseline: Any, target: Any, proposal: Any = None, **choice: Any) -> Comparison:
@@ -90,6 +92,22 @@ def test_equal_calls_agree_and_nothing_is_remarked() -> None:
     assert (comparison.answer, comparison.remarks, comparison.runs, comparison.match) == ("agree", (), 7, None)
     runs.in_float32.assert_not_called()
     assert runs.match.mock_calls == runs.add_backward.mock_calls == []
+
+
+def test_ranks_whose_parts_lie_otherwise_are_paired_by_the_order_found() -> None:
+    regrouped = Pair("qkv.weight", "qkv.weight", Layout((Regroup(0, 2, (2, 1, 1)),)))
+    proposal = Proposal((Pair("a", "out"), regrouped), order={"target": ("qkv.weight",)})
+    for has, known, expected in ((True, proposal, (regrouped,)), (False, proposal, None), (True, Proposal(()), None)):
+        runs = Runs(found(), match=known)
+        runs.have_other_parts.return_value = has
+        comparison = runs.judge(held(), [held(), held()])
+        assert (comparison.match.pairs if comparison.match is not None else None) == expected
+        assert runs.session.edit.call_count == (expected is not None)
+    runs.have_other_parts.return_value = True
+    # One rank has the whole.
+    runs.judge(held(), held())
+    runs.judge(held(), [held(), held()], match=False)
+    assert runs.match.call_count == 1
 
 
 def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:

@@ -363,3 +363,14 @@ def test_a_handle_of_a_scripts_rank_has_the_devices_of_its_request() -> None:
         os.close(segment)
         for end in ends:
             end.close()
+
+
+def test_a_module_of_a_model_called_before_is_a_part_of_it(rank: Rank, script: HeldScript) -> None:
+    model, other, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.no_grad():
+        for each in (model[1], model, model[0], other, model[1]):
+            script.begin(each, (x,), {}) if each is model[1] and not rank.calls else each(x)
+    # A repetition would be held, too.
+    script.remove()
+    assert [each.describe().part_of for each in rank.calls] == ["", "", "Sequential", "", "Sequential"]
+    assert rank.calls[2].describe_result().part_of == "Sequential"

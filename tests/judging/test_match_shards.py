@@ -80,6 +80,34 @@ def test_heads_that_each_rank_has_whole_are_paired_beside_those_that_are_split()
     assert {key[0] for key in paired(baseline, target)} == {"q.weight", "k.weight", "v.weight"}
 
 
+def _both_fused(few: int) -> tuple[Tensor, list[Tensor]]:
+    """A fused weight of queries, keys and values, and what two ranks have of it; ``few`` rows of keys and values."""
+    parts = WEIGHTS["q"], *(WEIGHTS[name][:few] for name in "kv")
+    return torch.cat(parts), [fused(rank, *parts) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("few", "layout"),
+    [(8, "blocks=[2, 1, 1]"), (4, "blocks=[2, 1], replicas=[1, 2]")],
+    ids=["split", "one head for all"],
+)
+def test_weights_fused_on_both_sides_are_paired_with_their_outputs(few: int, layout: str) -> None:
+    weight, held = _both_fused(few)
+    x, other = drawn(3, 12, seed=6), drawn(3, 12, seed=7)
+    baseline = {"qkv.weight": weight, "qkv": x @ weight.T, "qkv.bias": weight[:, 0].contiguous()}
+    target = {"qkv.weight": held, "qkv": [x @ each.T for each in held], "qkv.bias": [each[:, 0] for each in held]}
+    expected = {(name, name): (f"regroup(dim={int(name == 'qkv')}, ranks=2, {layout})", "baseline") for name in target}
+    assert paired(baseline, target) == expected
+    # What precedes the output may differ.
+    assert paired(baseline, {**target, "qkv": [other @ each.T for each in held]}) == expected
+
+
+def test_a_rank_with_another_ranks_keys_has_no_fused_partner() -> None:
+    weight, held = _both_fused(8)
+    held[1] = torch.cat([held[1][:8], held[0][8:12], held[1][12:]])
+    assert paired({"qkv.weight": weight}, {"qkv.weight": held}) == {}
+
+
 def test_a_part_that_one_rank_has_otherwise_is_not_paired() -> None:
     wrong = {"qkv": [TARGET["qkv"][0], TARGET["qkv"][1].roll(1, 0)], "proj": [TARGET["proj"][0]] * 2}
     assert paired(BASELINE, wrong) == {}

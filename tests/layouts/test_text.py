@@ -43,6 +43,8 @@ WRITTEN = [
     "partial(mesh='tp')",
     "partial(mesh='tp', op='max')",
     "one_of(mesh='moe_dp')",
+    "regroup(dim=1, ranks=2)",
+    "regroup(dim=0, ranks=4, blocks=[4, 1, 1], replicas=[1, 2, 2])",
     "part(index=1, of=[4, 1, 1], dim=0, groups=8)",
     "window(dim=1, start=2, length=5, step=2)",
     "window(dim=1, start=-1, length=1)",
