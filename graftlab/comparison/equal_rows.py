@@ -15,6 +15,9 @@ from graftlab.verdict.returned_values import nearest_rows
 
 # The largest product of both sides' numbers of rows with which results are compared row by row.
 _MOST_ROW_PAIRS = 1 << 24
+# Rows further apart than this (rel_l2) are not the same to rounding; of fewer numbers they may be near by chance.
+_NEAR = 0.1
+_LEAST_WIDTH = 8
 
 
 def have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription], threshold: float) -> bool:
@@ -40,6 +43,33 @@ def have_equal_rows(baseline: Sequence[CallDescription], target: Sequence[CallDe
         if not differences or any(is_beyond_rounding(each, threshold) for each in differences):
             return False
     return True
+
+
+def have_no_near_rows(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether no row of the baseline's results is near any of the target's, in as many rows, on any of its ranks.
+
+    Then they differ in whatever order the rows are.
+    """
+    if len(baseline) != 1 or not target:
+        return False
+    return all(_have_no_near_rows(baseline[0].returned, each.returned) for each in target)
+
+
+def _have_no_near_rows(baseline: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> bool:
+    ours, theirs = _with_equal_names(baseline, target)
+    found = False
+    for path, tensor in ours.items():
+        other = theirs.get(path)
+        if other is None or not tensor.is_floating_point():
+            continue
+        one, two = _rows_of(tensor).double(), _rows_of(other).double()
+        is_wide = one.shape == two.shape and one.shape[1] >= _LEAST_WIDTH
+        if not is_wide or len(one) ** 2 > _MOST_ROW_PAIRS or not bool(one.isfinite().all() and two.isfinite().all()):
+            return False
+        if bool((torch.cdist(one, two) <= _NEAR * one.norm(dim=1, keepdim=True)).any()):
+            return False
+        found = True
+    return found
 
 
 def _without_state_of_one(*sides: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

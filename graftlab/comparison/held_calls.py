@@ -22,10 +22,10 @@ from graftlab.comparison.call_remarks import (
     rounds_earlier,
 )
 from graftlab.comparison.closer_look import CloserLook, in_more_bits
-from graftlab.comparison.equal_rows import have_equal_rows
+from graftlab.comparison.equal_rows import have_equal_rows, have_no_near_rows
 from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
-from graftlab.comparison.other_work import other_batch, other_tokens
+from graftlab.comparison.other_work import given_equal_tokens, other_batch, other_tokens
 from graftlab.comparison.repeats import JudgingChoice, Repeats
 from graftlab.diffs.results import values_of_other_shapes
 from graftlab.errors import MatchError
@@ -46,6 +46,10 @@ _ENOUGH = 0.8
 _PAIRS_ALONE = (
     "All that was compared agrees, the output too, but pairs contradict their names or each other (below): if they are "
     "wrong, a mistake may show only from other inputs."
+)
+_NO_ROW = (
+    "Both calls are given the same tokens, and no row of the one result is near any row of the other, so they differ "
+    "whatever the order of their rows."
 )
 _MOST_WEIGHTS = 4
 """The most sentences on weights that have another weight's values."""
@@ -161,6 +165,7 @@ def _conclude(
     results = compare_returned([each.returned for each in baseline], [each.returned for each in target], pairs)
     moves_rows = outputs_move_rows(pairs)
     known = results.compared or (moves_rows and have_equal_rows(baseline, target, threshold))
+    no_row = moves_rows and not known and given_equal_tokens(baseline, target) and have_no_near_rows(baseline, target)
     # Pairs that contradict each other are the last reason: the others say more.
     conclusion = ReasonedAnswer(answer_of(replace(findings, contradicting_pairs=()), trusted, known))
     if may_be_rounding and conclusion.answer == "differ":
@@ -171,6 +176,9 @@ def _conclude(
     if without := difference_without_taps(baseline, target, results.differences, threshold, pairs):
         conclusion.reasons.append(without)
         conclusion.withdraw_agreement("differ")
+    if no_row and trusted and conclusion.answer == "inconclusive" and not (findings.quantised or may_be_rounding):
+        conclusion.answer = "differ"
+        conclusion.reasons += [_NO_ROW, *_last_that_agrees(baseline[0], findings)]
     conclusion.doubt(rounds_earlier(baseline, target, findings))
     packs = any(rule.moves_rows for rule in pairs)
     of_tokens = other_tokens(baseline, target) if packs and trusted else []
@@ -216,6 +224,19 @@ def _conclude(
     if findings.contradicting_pairs:
         conclusion.doubt(_PAIRS_ALONE)
     return conclusion
+
+
+def _last_that_agrees(baseline: CallDescription, findings: Findings) -> list[str]:
+    """A sentence on the last compared value of the baseline, and on the first after it without a partner."""
+    measured = findings.frame[findings.frame["ratio"].notna()]
+    places = [place for place, name in enumerate(baseline.values) if name in {*measured["name"]}]
+    if findings.named or not places or places[-1] == len(baseline.values) - 1:
+        return []
+    last, following = baseline.values[places[-1] : places[-1] + 2]
+    return [
+        f"All values that were compared agree, the last of them {last}; from {following} on, the baseline's values "
+        "have no partner, so the difference arises there."
+    ]
 
 
 def _has_parts(inputs: pd.DataFrame, pairs: Sequence[PairRule]) -> bool:

@@ -72,6 +72,20 @@ def given_other_tokens(baseline: Sequence[CallDescription], target: Sequence[Cal
     return bool(ours and theirs) and not any(_contains(one, other) for one in ours for other in theirs)
 
 
+def given_equal_tokens(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
+    """Whether each rank of the target is given the tokens of the baseline's rank, but for padding of one number."""
+    if len(baseline) != 1 or not target:
+        return False
+    ours = _tokens(baseline[0])
+    return all(any(_are_equal(one, other) for one in ours for other in _tokens(each)) for each in target)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether these are the same numbers, each as often, but for one number of which the larger tensor has more."""
+    more, fewer = (Counter(each.tolist()) for each in sorted((one, other), key=Tensor.numel, reverse=True))
+    return not fewer - more and len(more - fewer) <= 1
+
+
 def _tokens(call: CallDescription) -> list[Tensor]:
     """The whole numbers among a call's arguments that may be tokens, as positions of unlike calls often are alike."""
     found = {

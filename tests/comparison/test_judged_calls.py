@@ -60,6 +60,10 @@ def found(*groups: str, label: str = "clean", **parts: Any) -> Findings:
     return Findings(frame, 5.0, 1, **parts)
 
 
+def drawn_rows(seed: int) -> torch.Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(seed))
+
+
 class Runs:
     """Stands in for the runs of a session: ``verdict`` and ``wide`` have these findings."""
 
@@ -108,6 +112,37 @@ def test_ranks_whose_parts_lie_otherwise_are_paired_by_the_order_found() -> None
     runs.judge(held(), held())
     runs.judge(held(), [held(), held()], match=False)
     assert runs.match.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "findings", "answer"),
+    [
+        (drawn_rows(1), [5, 6, 7], {}, "differ"),
+        (drawn_rows(0).flip(0), [5, 6, 7], {}, "agree"),
+        # One row of three is near one of the others.
+        (torch.cat([drawn_rows(1)[:2], drawn_rows(0)[:1]]), [5, 6, 7], {}, "inconclusive"),
+        (drawn_rows(1), [5, 6, 8], {}, "inconclusive"),
+        (drawn_rows(1)[:2], [5, 6, 7], {}, "inconclusive"),
+        (drawn_rows(1), [5, 6, 7], {"quantised": ("One side has weights of 8 bits.",)}, "inconclusive"),
+    ],
+    ids=["no row", "all rows", "one row", "other tokens", "fewer rows", "8 bits"],
+)
+def test_results_of_which_no_row_is_near_another_differ_in_any_order(
+    rows: torch.Tensor, tokens: list[int], findings: dict[str, Any], answer: str
+) -> None:
+    padded, packed = torch.tensor([[0, 0, 5], [0, 6, 7]]), torch.tensor(tokens)
+    pairs = [PairRule("out", "out", "rows(of='ids', into='ids')")]
+    ours = held(drawn_rows(0), whole_numbers={"['ids']": padded}, values=("embed", "a", "q", "out"))
+    theirs = held(rows, whole_numbers={"['ids']": packed})
+    found_said = judged(ours, theirs, found("embed", "a", **findings), pairs=pairs, match=Proposal(()))
+    assert found_said[0] == answer
+    if answer == "differ":
+        assert found_said[1][:2] == [
+            "Both calls are given the same tokens, and no row of the one result is near any row of the other, so they "
+            "differ whatever the order of their rows.",
+            "All values that were compared agree, the last of them a; from q on, the baseline's values have no "
+            "partner, so the difference arises there.",
+        ]
 
 
 def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:
