@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 
 from graftlab.base.tap_groups import kind_of_group
-from graftlab.base.text import counted
+from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import NOT_COMPARED, Comparison, ReasonedAnswer, answer_of, is_beyond_rounding
 from graftlab.comparison.call_remarks import (
     ARGUMENT,
@@ -27,9 +27,13 @@ from graftlab.comparison.inherited_rounding import InheritedRounding
 from graftlab.comparison.orders_of_parts import differences_in_order, in_words, order_of_parts
 from graftlab.comparison.other_work import given_equal_tokens, other_batch, other_tokens
 from graftlab.comparison.repeats import JudgingChoice, Repeats
+from graftlab.control.verdicts import Verdict
 from graftlab.diffs.results import values_of_other_shapes
+from graftlab.diffs.rounding import roundoff
 from graftlab.errors import MatchError
 from graftlab.layouts.regroup import Regroup
+from graftlab.matching.names import words_of
+from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.rounds import INTERRUPTED
 from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
@@ -69,11 +73,14 @@ def judge_held_calls(
     """
     if any(each.raises for each in (*baseline, *target)):
         return judge_until_exception(repeats, baseline, target, choice)
-    remarks = list(not_trusted(baseline, target))
+    remarks, earlier = list(not_trusted(baseline, target)), proposal
     proposal, unpaired = _paired(repeats, baseline, target, choice, proposal)
     remarks += unpaired
     backward = _add_backward(repeats, baseline, target)
     verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
+    by_chance: list[str] = []
+    if earlier is not None and proposal is not None and not remarks:
+        verdict, proposal, by_chance = _without_pairs_by_chance(repeats, verdict, choice, proposal)
     if inherited is not None:
         verdict = replace(verdict, findings=inherited.without_earlier_results(verdict.findings))
     trusted, look = not remarks, CloserLook(verdict)
@@ -99,7 +106,7 @@ def judge_held_calls(
     if differ:
         remarks += [*in_training_alone(baseline[0], target[0]), *differing_numbers(baseline, target)]
         remarks += in_padding(baseline[0], findings)
-    remarks += [f"{NOT_CHECKED}{each}" for each in [*not_checked(baseline, target), *backward]]
+    remarks += [f"{NOT_CHECKED}{each}" for each in [*by_chance, *not_checked(baseline, target), *backward]]
     return Comparison(
         findings,
         verdict.runs,
@@ -147,6 +154,35 @@ def _with_other_parts(repeats: Repeats) -> Proposal | None:
     proposal = Proposal(pairs, order=found.order)
     repeats.session.edit(pairs=proposal)
     return proposal
+
+
+def _without_pairs_by_chance(
+    repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal
+) -> tuple[Verdict, Proposal, list[str]]:
+    """The verdict without pairs of unlike names whose whole numbers, once equal, differ in this call, if it shows no
+    difference then: such as the slots of a cache that were a request's positions. With a phrase on what was left out.
+    """
+    given = {TapCallName.of(pair.target).name: pair for pair in proposal.pairs if pair.target.startswith("input.")}
+    groups = {group.partition("@")[0] for group in verdict.findings.inputs}
+    unlike = [pair for name, pair in given.items() if name in groups and not _share_words(pair)]
+    frame = verdict.findings.frame
+    dtypes = frame.loc[frame["name"].isin([TapCallName.of(pair.target).name for pair in unlike]), "dtype"]
+    if not unlike or any(roundoff(dtype) for dtype in dtypes) or not verdict.findings.data:
+        return verdict, proposal, []
+    fewer = proposal.reject(*(pair.target for pair in unlike))
+    repeats.session.edit(pairs=fewer)
+    again = repeats.verdict(choice)
+    if answer_of(again.findings, True, True) == "differ":
+        repeats.session.edit(pairs=proposal)
+        return verdict, proposal, []
+    names = first_of([f"{TapCallName.of(each.target).name}, which once was {each.baseline}" for each in unlike])
+    return again, fewer, [f"{names}, and differs in this call, while nothing else does: equal by chance."]
+
+
+def _share_words(pair: Pair) -> bool:
+    """Whether the names of both taps have a word in common, in the singular or plural."""
+    ours, theirs = ({*words_of(TapCallName.of(name).name)} - {"input"} for name in (pair.baseline, pair.target))
+    return any(one.rstrip("s") == other.rstrip("s") for one in ours for other in theirs)
 
 
 def _conclude(

@@ -596,6 +596,8 @@ class _HeldInTurn:
                         return self._concluded([again])
                     # A call that was left out is perhaps the partner of this one.
                     is_left_out = any(part.side == fewer for part in self._so_far.of_parts)
-                    may_be_partner = kind is CallDescription and is_left_out
+                    # Where no call could be judged, they may do other parts of the work.
+                    proves_nothing = len(self._so_far.undecided) == len(self._so_far.models) > 0
+                    may_be_partner = kind is CallDescription and (is_left_out or proves_nothing)
                     return self._with(self._compared, (differ,), "inconclusive" if may_be_partner else "differ")
         return self._concluded()

@@ -205,6 +205,21 @@ def test_calls_of_other_batches_are_not_paired_after_one_of_them(
     assert warmed.judge().answer == "differ"
 
 
+@pytest.mark.parametrize(
+    ("answers", "answer"), [(["inconclusive"] * 2, "inconclusive"), (["inconclusive", "agree"], "differ")]
+)
+def test_how_often_a_side_calls_proves_nothing_if_no_call_could_be_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: list[Answer], answer: str
+) -> None:
+    monkeypatch.setattr(scripts, "scripts_of", lambda _: {})
+    turns = InTurn(monkeypatch, tmp_path, answers)
+    turns._session.plan.pairs = ()
+    turns.judge()
+    turns._session.ranks = [Mock(alive=True)] * 2
+    once_more = HeldUnits([CallDescription("Net", 5, False, ("a",), {}, {})], [ScriptEnd()])
+    assert turns._ended(once_more).answer == answer
+
+
 def test_what_was_not_checked_in_an_earlier_call_is_said_in_the_conclusion(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -115,6 +115,36 @@ def test_ranks_whose_parts_lie_otherwise_are_paired_by_the_order_found() -> None
 
 
 @pytest.mark.parametrize(
+    ("partner", "dtype", "then", "answer"),
+    [
+        ("input.position_ids", "int64", {}, "agree"),
+        ("input.slot", "int64", {}, "differ"),
+        ("input.position_ids", "float32", {}, "differ"),
+        ("input.position_ids", "int64", {"label": "culprit"}, "differ"),
+    ],
+    ids=["by chance", "like names", "floats", "more differs"],
+)
+def test_whole_numbers_that_once_were_others_are_left_out_if_nothing_else_differs(
+    partner: str, dtype: str, then: dict[str, Any], answer: str
+) -> None:
+    name = "input.batch.slots"
+    tagged = [f"{each}[kind=input]" for each in (partner, name)]
+    proposal = Proposal((Pair(*tagged), Pair("a", "a")))
+    row = {"name": name, "group": f"{name}@input", "label": "cancels", "dtype": dtype, "added": 1.0, "ratio": 9.0}
+    given = found(data=("The inputs already differ: slots.",), inputs=(f"{name}@input",))
+    given = replace(given, frame=pd.concat([given.frame, pd.DataFrame([{**row, "cast": None}])]))
+    runs = Runs(given)
+    runs.verdict.side_effect = [Verdict(given, 7), Verdict(found(**then), 7)]
+    comparison = runs.judge(held(), held(), proposal)
+    assert comparison.answer == answer
+    left = f"Not checked: {name}, which once was {tagged[0]}, and differs in this call, while nothing else does: equal"
+    assert any(each.startswith(left) for each in comparison.remarks) == (answer == "agree")
+    in_force = [each.kwargs["pairs"] for each in runs.session.edit.call_args_list]
+    assert comparison.match.pairs == (in_force[-1] if in_force else proposal).pairs
+    assert len(comparison.match.pairs) == (1 if answer == "agree" else 2)
+
+
+@pytest.mark.parametrize(
     ("rows", "tokens", "findings", "answer"),
     [
         (drawn_rows(1), [5, 6, 7], {}, "differ"),
