@@ -157,7 +157,7 @@ def test_whole_numbers_that_once_were_others_are_left_out_if_nothing_else_differ
     ],
     ids=["no row", "all rows", "one row", "other tokens", "fewer rows", "8 bits"],
 )
-def test_results_of_which_no_row_is_near_another_differ_in_any_order(
+def test_results_without_a_row_in_common_differ(
     rows: torch.Tensor, tokens: list[int], findings: dict[str, Any], answer: str
 ) -> None:
     padded, packed = torch.tensor([[0, 0, 5], [0, 6, 7]]), torch.tensor(tokens)
