@@ -103,11 +103,11 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         apart = _apart(ordered)
         above = int((apart > noise_floor).sum())
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
-        last = ordered.iloc[-1]
+        last, how_far = ordered.iloc[-1], float(apart.iloc[-1])
         lines.append(
             f"Run {last['run']}, {'grafted ' + first_of(grafted) if grafted else 'nothing grafted'}: "
             f"{above} of {len(rows)} rows above the noise floor; "
-            f"{last['name']} differs by {apart.iloc[-1]:.2e}."
+            f"{last['name']} {'was not measured' if math.isnan(how_far) else f'differs by {how_far:.2e}'}."
         )
     return "\n".join(lines)
 
