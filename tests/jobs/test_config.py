@@ -13,7 +13,9 @@ from kit.refusals import exactly
 import graftlab as gl
 from graftlab.config import GraftConfig
 from graftlab.exchange.keys import derive_keys, new_token, write_token
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.own_place import own_rank
+from graftlab.transforms import TransformSpec
 
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
@@ -227,10 +229,13 @@ def test_any_text_is_read_or_refused_with_its_name(settings: dict[str, str]) -> 
 
 
 def test_the_fields_make_the_plan() -> None:
-    plan = GraftConfig(**COMPLETE, t2b_filter="layer == 1", transform_path="os.path.join").plan()
-    assert (plan.t2b, plan.compare) == ("layer == 1", "True")
-    assert plan.transform is not None
-    assert plan.transform.text == "os.path.join"
+    filters = {name: f"layer == {number}" for number, name in enumerate(("b2t", "t2b", "compare", "keep"))}
+    given: dict[str, Any] = {f"{name}_filter": text for name, text in filters.items()}
+    assert GraftConfig(**COMPLETE, **given).plan() == GraftPlan(**filters)
+    assert GraftConfig(**COMPLETE).plan() == GraftPlan()
+    path = "os.path.join"
+    made = GraftConfig(**COMPLETE, b2t_filter="True", transform_path=path).plan()
+    assert made == GraftPlan(b2t="True", transform=TransformSpec.of(path))
 
 
 @pytest.mark.parametrize(("rank", "size"), [("-1", "2"), ("first", "2"), ("0", "two"), ("2", "2")])

@@ -95,6 +95,30 @@ def test_a_job_joins_again_where_it_joined_before(
     assert found == ("far" if was_far else "here")
 
 
+@pytest.mark.parametrize(("rejoins", "limit"), [(False, 55.0), (True, 60.0)])
+def test_an_answer_is_awaited_as_long_as_the_job_may_still_wait(
+    rejoins: bool, limit: float, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = client(tmp_path)
+    clock.now += 5.0
+    limits: list[float] = []
+    monkeypatch.setattr(session_client, "send_handshake", lambda connection, request: None)
+    connection: Any = SimpleNamespace(settimeout=limits.append)
+
+    def receive(found: object) -> Any:
+        assert (found, limits) == (connection, [limit])
+        raise TimeoutError
+
+    monkeypatch.setattr(session_client, "receive_handshake", receive)
+    said = (
+        f"the session server in {made._config.rendezvous} did not answer within 60 s. One that a job started may take "
+        f"that long to start: a larger timeout (GRAFTLAB_TIMEOUT) waits longer; its log is session-server.log there"
+    )
+    state: Any = "its run" if rejoins else None
+    with pytest.raises(SessionError, match=exactly(said)):
+        made._ask(connection, state)
+
+
 # ---- on one machine --------------------------------------------------------------------------------------------------
 
 
