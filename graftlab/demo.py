@@ -35,7 +35,7 @@ QUICKSTART = notebooks_folder() / "quickstart.ipynb"
 
 def split_runs(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """Split a frame into the rows of each run, in order. Raises ``RunError`` when it has no run."""
-    runs = [rows for _, rows in frame.dropna(subset=["run"]).groupby("run", sort=False)]
+    runs = [rows for _, rows in frame.groupby("run", sort=False)]
     if not runs:
         raise RunError("the notebook's runs left no rows: they reached no tap")
     return runs

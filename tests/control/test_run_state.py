@@ -323,6 +323,13 @@ def test_only_a_wait_in_a_collective_is_taken_for_one(call: str, inner: str, exp
     assert found == (f"/me/model.py, line 3: {call}" if expected else None)
 
 
+def test_a_collective_of_torchs_own_threads_code_is_named_by_its_innermost_line() -> None:
+    stack = "thread MainThread\n" + INNER.format(path="run", name="f")
+    stack += INNER.format(path="distributed/c10d", name="g") + INNER.format(path="nn", name="h")
+    assert collective_in(stack) == "/x/torch/nn.py, line 9: return f()"
+    assert collective_in(stack.replace("MainThread", "Thread-1")) is None
+
+
 def test_ranks_that_fail_alike_are_named_in_their_order() -> None:
     state, ranks = state_of(target=11)
     for rank in (ranks[11], ranks[3], ranks[2]):

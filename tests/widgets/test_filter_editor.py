@@ -866,3 +866,10 @@ def test_new_names_pair_with_the_rewritten_names_of_the_other_side(
     assert screen.shown("rule-preview").startswith(
         "2 names seen match; 1 of the new names exist on the baseline. net.a → a"
     )
+    # A name that an earlier rule rewrites does not pair by the new one.
+    session.edit(rename={"baseline": {r"^model\.": ""}, "target": {r"^net\.a": "x"}})
+    write_rule(screen, "target", "")
+    write_rule(screen, "target", r"^net\.")
+    assert screen.shown("rule-preview").startswith(
+        "2 names seen match; 0 of the new names exist on the baseline; an earlier rule rewrites 1 first. net.b → b"
+    )
