@@ -296,6 +296,18 @@ def test_a_result_is_opened_once_and_is_the_same_object_each_time(monkeypatch: p
     assert len(opened) == 1
 
 
+def test_forgotten_results_are_neither_kept_nor_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, ranks = state_of()
+    monkeypatch.setattr("graftlab.control.run_state.open_value", lambda rank, packed: "a result")
+    packed: Any = object()
+    for rank in ranks:
+        state.note_done(rank, RunDone(3, packed, None))
+    assert state.results_of("baseline") == ["a result"]
+    # One was opened, and the others were not.
+    state.forget_results()
+    assert (state.results_of("baseline"), state.results_of("target")) == ([None], [None, None])
+
+
 STACK = """thread MainThread
   File "/me/model.py", line 3, in forward
     {call}

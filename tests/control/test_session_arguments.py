@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 from graftlab import session as sessions
 from graftlab.errors import LaunchError, PlanError, SessionError
@@ -156,6 +157,19 @@ def test_an_address_that_no_other_machine_reaches_is_refused(address: Any) -> No
 def test_a_plan_that_is_none_is_refused_before_anything_is_made(open_one: Any) -> None:
     with pytest.raises(PlanError, match=r"^plan='keep': give a graftlab\.GraftPlan"):
         open_one(plan="keep")
+
+
+@pytest.mark.parametrize("error", [SessionError("a session uses it"), PermissionError(13, "not yours")])
+def test_a_folder_whose_rows_cannot_be_written_is_a_launch_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    def refuse(folder: Any, **how: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sessions, "RowStore", refuse)
+    start: Any = None
+    with pytest.raises(LaunchError, match=exactly(str(error))):
+        sessions.open_session(LaunchOptions(1, 1), GraftPlan(), tmp_path, start)
 
 
 def test_rows_are_closed_if_the_ranks_cannot_be_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -487,3 +487,26 @@ def test_a_session_of_jobs_is_over_once_the_last_rank_has_left(tmp_path: Path) -
         # Not before: the session would notice that both have left.
         for rank in ranks:
             rank.close_rank_ends()
+
+
+def test_a_handle_keeps_open_nothing_of_a_process_that_was_replaced(tmp_path: Path) -> None:
+    handle = AttachedRankHandle(Place("target", 0, 1, 1), tmp_path)
+    ends = [handle.channel, handle._their_end]
+    sockets = [handle.wake_socket, handle._their_wake]
+    segments = [os.memfd_create(f"of-world-{number}") for number in range(3)]
+    for segment in segments:
+        os.truncate(segment, 1 << 16)
+
+    def held() -> list[int]:
+        return [sum(f"of-world-{number} " in link for _, link in descriptors()) for number in range(3)]
+
+    assert held() == [1, 1, 1]
+    handle.prepare_segment(segments[0])
+    handle.prepare_segment(segments[1])
+    handle.renew()
+    assert [each.fileno() for each in (*ends, *sockets)] == [-1] * 4
+    handle.prepare_segment(segments[2])
+    handle.enter_world()
+    # That of the status page.
+    assert held() == [0, 0, 1]
+    handle.release()

@@ -149,12 +149,17 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
     caplog.set_level(logging.INFO, "graftlab")
     world: dict[str, Any] = {}
     stores: dict[str, Any] = {}
+    limits: list[float] = []
+    left_behind: list[bool] = []
 
     def rank(spec: RemoteRankSpec) -> None:
         line = joined(spec)
         setup = _LaunchSetup(spec, line)
-        _, connector = setup.connect()
+        exchange, connector = setup.connect()
         world[spec.place.label] = connector.kinds()
+        limits.append(exchange.timeout)
+        # No other process connects from here on.
+        left_behind.append(connector._folder.exists())
         stores[spec.place.label] = setup.store()
         # Importing a model's libraries may print.
         line.send(Output(f"{spec.place.label} imports\n"))
@@ -168,6 +173,7 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
     for each in hosts.ranks:
         each.join()
     try:
+        assert (limits, left_behind) == ([7.0] * 3, [False] * 3)
         assert world == {"baseline[0]": ((1, 2), ()), "target[0]": ((0, 2), ()), "target[1]": ((0, 1), ())}
         assert [each.links for each in ranks] == ["shared memory"] * 3
         assert [each.pid for each in ranks] == [os.getpid()] * 3

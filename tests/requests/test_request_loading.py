@@ -734,6 +734,7 @@ def loaded(tmp_path: Path, *records: Any) -> list[RecordedRequest]:
     [
         ((REQUEST, RESPONSE, 12.5, 13.0), (REQUEST, RESPONSE, 12.5, 13.0)),
         ((REQUEST, None, 12.5, None), (REQUEST, None, 12.5, None)),
+        ((REQUEST, None, None, 12.5), (REQUEST, None, None, 12.5)),
         ((REQUEST, "text", 12.5, 13), (REQUEST, "text", 12.5, 13)),
         ((REQUEST, True, 12.5, 13), (REQUEST, True, 12.5, 13)),
         ((REQUEST, [RESPONSE], 12.5, 13), (REQUEST, [RESPONSE], 12.5, 13)),
