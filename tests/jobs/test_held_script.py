@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,3 +364,19 @@ def test_a_handle_of_a_scripts_rank_has_the_devices_of_its_request() -> None:
         os.close(segment)
         for end in ends:
             end.close()
+
+
+def test_a_comparison_that_does_not_answer_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    connection = MagicMock()
+    connection.settimeout = limits.append
+    place = SimpleNamespace(connect=lambda timeout: limits.append(timeout) or connection)
+    monkeypatch.setattr(script_rank, "Rendezvous", lambda folder: nullcontext(place))
+
+    def ask(*given: object) -> None:
+        assert limits == [script_rank._ANSWER_LIMIT] * 2
+        raise TimeoutError
+
+    monkeypatch.setattr(script_rank, "ask", ask)
+    with pytest.raises(TimeoutError):
+        script_rank._join(Path("a comparison"), "target", lambda: None)
