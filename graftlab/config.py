@@ -326,10 +326,11 @@ class GraftConfig:
         """Return the ports at which this rank may listen; 0 lets the system choose."""
         if self.ports is None:
             return (0,)
-        first, _, last = self.ports.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first) < 65536):
+        first, dash, last = self.ports.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
             raise _refusal("ports", self.ports, "the first and last port, such as 29600-29699")
-        return range(int(first), int(last or first) + 1)
+        return range(int(first), int(last) + 1)
 
     @property
     def side(self) -> Side:

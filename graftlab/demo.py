@@ -35,7 +35,7 @@ QUICKSTART = notebooks_folder() / "quickstart.ipynb"
 
 def split_runs(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """Split a frame into the rows of each run, in order. Raises ``RunError`` when it has no run."""
-    runs = [rows for _, rows in frame.dropna(subset=["run"]).groupby("run", sort=False)]
+    runs = [rows for _, rows in frame.groupby("run", sort=False)]
     if not runs:
         raise RunError("the notebook's runs left no rows: they reached no tap")
     return runs
@@ -103,11 +103,11 @@ def report(frame: pd.DataFrame, noise_floor: float = DEFAULT_NOISE_FLOOR) -> str
         apart = _apart(ordered)
         above = int((apart > noise_floor).sum())
         grafted = list(dict.fromkeys(ordered.loc[ordered["status"] == "grafted", "name"]))
-        last = ordered.iloc[-1]
+        last, how_far = ordered.iloc[-1], float(apart.iloc[-1])
         lines.append(
             f"Run {last['run']}, {'grafted ' + first_of(grafted) if grafted else 'nothing grafted'}: "
             f"{above} of {len(rows)} rows above the noise floor; "
-            f"{last['name']} differs by {apart.iloc[-1]:.2e}."
+            f"{last['name']} {'was not measured' if math.isnan(how_far) else f'differs by {how_far:.2e}'}."
         )
     return "\n".join(lines)
 

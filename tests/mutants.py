@@ -52,7 +52,7 @@ MODULES = {
     "__main__": "tests/test_graftlab_command.py",
     "config": "tests/jobs",
     "demo": "tests/test_packaging.py",
-    "doctor": "tests/test_packaging.py",
+    "doctor": "tests/test_doctor.py",
     "errors": "tests/base",
     "loaded_run": "tests/control",
     "pytest_plugin": "tests/comparison",

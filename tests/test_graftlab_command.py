@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from graftlab import doctor
 from graftlab.__main__ import main
+from graftlab.control import past_runs
 from graftlab.engine import serve
+from graftlab.errors import SessionError
+from graftlab.jobs import attach, commands
 from graftlab.magics.subcommands import COMMANDS
 from graftlab.requests import configure_logging
 
@@ -95,3 +99,72 @@ def test_a_token_that_a_full_disk_cuts_off_leaves_no_file(tmp_path: Path, capsys
     assert status == 2
     assert capsys.readouterr().err == "graftlab token: [Errno 27] File too large\n"
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_token_is_new_and_for_its_owner_alone_and_replaces_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    assert main(["token", str(file)]) == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_bytes()
+    assert main(["token", str(file)]) == 2
+    said = f"graftlab token: {file} already exists; use that token, or remove the file first\n"
+    assert capsys.readouterr() == ("", said)
+    assert file.read_bytes() == token
+
+
+def test_without_a_command_the_help_is_shown_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 64
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert said.startswith("usage: graftlab [-h] COMMAND ...")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert capsys.readouterr() == (said, "")
+
+
+def test_an_option_of_no_command_is_refused_by_its_command_or_by_graftlab(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, prog in ((["doctor", "--foo"], "graftlab doctor"), (["--foo"], "graftlab")):
+        with pytest.raises(SystemExit):
+            main(words)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == f"{prog}: error: unrecognized arguments: --foo"
+
+
+def test_only_the_command_that_attaches_a_script_joins_as_the_environment_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(attach, "forget_first_tap", lambda: done.append("forgotten"))
+    monkeypatch.setattr(doctor, "findings", list)
+    monkeypatch.setattr(commands, "attach_script", lambda arguments: done.append(arguments.script) or 3)
+    assert main(["attach", "a.py"]) == 3
+    assert main(["doctor"]) == 0
+    assert done == ["a.py", "forgotten"]
+
+
+def test_runs_are_listed_and_removed_with_the_budgets_that_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setenv("GRAFTLAB_HOME", str(tmp_path))
+    monkeypatch.setattr(past_runs, "runs_text", lambda runs: f"text of {runs}")
+    monkeypatch.setattr(past_runs, "find_runs", lambda folder: asked.append(folder) or "those left")
+    monkeypatch.setattr(past_runs, "prune", lambda *given: asked.append(given) or "those removed")
+    assert main(["runs"]) == 0
+    assert main(["runs", "there"]) == 0
+    assert main(["runs", "--prune", "--gib", "2", "--days", "3", "there"]) == 0
+    assert main(["runs", "--prune"]) == 0
+    there = Path("there")
+    home = tmp_path / "runs"
+    assert asked == [home, there, (there, 2.0, 3.0), there, (None, None, None), home]
+    listed, pruned = "text of those left\n", "removed:\ntext of those removed\n\nleft:\ntext of those left\n"
+    assert capsys.readouterr() == (listed * 2 + pruned * 2, "")
+
+    def refuse(*given: object) -> None:
+        raise SessionError("a budget is above 0")
+
+    monkeypatch.setattr(past_runs, "prune", refuse)
+    assert main(["runs", "--prune"]) == 2
+    assert capsys.readouterr() == ("", "graftlab runs: a budget is above 0\n")

@@ -286,3 +286,29 @@ def test_no_thread_keeps_a_process_alive() -> None:
                 if given.get("daemon") != "True":
                     staying.append((module, given.get("name")))
     assert staying == []
+
+
+def test_every_program_is_started_in_its_own_session_and_apart_from_the_terminal() -> None:
+    """An interrupt of the terminal reaches the notebook alone, and no program takes its input or output."""
+    apart = {"stdin", "stdout", "stderr", "start_new_session"}
+    near = []
+    for module, path in modules().items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("subprocess.Popen", "Popen"):
+                given = {str(each.arg): ast.unparse(each.value) for each in node.keywords}
+                if apart - given.keys() or given["start_new_session"] != "True":
+                    near.append(module)
+    assert near == []
+
+
+def test_every_file_that_is_made_by_its_descriptor_is_its_owners_alone() -> None:
+    """What a model prints and what requests hold is not for other users of the machine."""
+    open_to_all = []
+    for module, path in modules().items():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.open" and "O_CREAT" in ast.unparse(node):
+                modes = [ast.literal_eval(each) for each in node.args[2:]]
+                # A recording is made to be shared.
+                if room_of(module) != "recordings" and modes != [0o600]:
+                    open_to_all.append(f"{module}:{node.lineno}")
+    assert open_to_all == []

@@ -200,6 +200,33 @@ def test_a_public_names_docstring_has_an_example_that_runs(name: str, shared: di
     assert result.failed == 0, "".join(said)
 
 
+@pytest.mark.parametrize(
+    ("variables", "done"),
+    [
+        ({}, []),
+        ({"GRAFTLAB_ROLE": "target"}, []),
+        ({"GRAFTLAB_ENABLE": ""}, []),
+        ({"GRAFTLAB_ENABLE": "1"}, ["prepare"]),
+        ({"DUMPER_GRAFTER_ENABLE": "1"}, ["prepare"]),
+        ({"GRAFTLAB_RECORD": "/recorded"}, ["prepare"]),
+        ({"GRAFTLAB_COMPAT": "1"}, ["replace_imports"]),
+        ({"GRAFTLAB_ENABLE": "1", "GRAFTLAB_COMPAT": "1"}, ["prepare", "replace_imports"]),
+    ],
+)
+def test_an_import_does_what_the_environment_asks_for(
+    variables: dict[str, str], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    for name in ("GRAFTLAB_ENABLE", "DUMPER_GRAFTER_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_COMPAT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("graftlab.jobs.on_import.prepare", lambda: found.append("prepare"))
+    monkeypatch.setattr("graftlab.compat.imports.replace_imports", lambda: found.append("replace_imports"))
+    gl._follow_environment()
+    assert found == done
+
+
 @pytest.mark.parametrize("package", ["pyarrow", "torchvision"])
 def test_another_missing_package_than_torch_is_not_taken_for_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = ModuleNotFoundError(f"No module named {package!r}", name=package)

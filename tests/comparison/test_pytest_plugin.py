@@ -7,12 +7,15 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from kit.refusals import exactly
 from torch import Tensor, nn
 
 import graftlab as gl
+from graftlab import pytest_plugin
 from graftlab.comparison import functions
 from graftlab.comparison.functions import record_reference
 from graftlab.comparison.recorded_calls import judge_against_recording
@@ -87,6 +90,168 @@ def test_a_test_fails_with_the_text_and_a_recording_replaces_the_reference(
     assert "The model's member 1 of 0-1 is computed differently" in printed
     assert "The model's member 1 of 0-1 or its input is computed differently" in printed
     assert len(list(pages.glob("*.html"))) == 3
+
+
+# ---- what the fixture asks for, with a comparison that stands in for graftlab's --------------------------------------
+
+
+class Compared(SimpleNamespace):
+    """A comparison with this answer; it notes what it is asked for."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__(answer=answer, text=f"the text of {answer}", closed=0)
+        self.session = self
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def report(self, page: Path) -> Path:
+        page.write_text("a page")
+        return page
+
+
+class Asked:
+    """The calls of ``compare`` and ``record_reference``, which do nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: list[str] = []
+        self.made: list[Compared] = []
+        self.calls: list[Any] = []
+        self.failure: BaseException | None = None
+        monkeypatch.setattr(functions, "compare", self.compare)
+        monkeypatch.setattr(functions, "record_reference", self.record)
+
+    def compare(self, *given: Any, **options: Any) -> Compared:
+        self.calls.append((*given, options))
+        self.made.append(Compared(self.answers.pop(0) if self.answers else "agree"))
+        return self.made[-1]
+
+    def record(self, load: Any, inputs: Any, folder: Path, **options: Any) -> None:
+        assert not folder.exists()
+        folder.mkdir(parents=True)
+        (folder / "made").write_text(str(load))
+        self.calls.append((load, inputs, options))
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Any]:
+    """Makes what the fixture gives to a test in a folder of a project."""
+    (tmp_path / "tests").mkdir()
+
+    def comparer(*, pages: bool = False, records: bool = False) -> Any:
+        folder = str(tmp_path / "pages") if pages else None
+        return pytest_plugin.ModelComparer("name", folder, records, 1 << 20, tmp_path / "tests", tmp_path)
+
+    return comparer
+
+
+@pytest.mark.parametrize("answer", ["agree", "differ", "inconclusive"])
+def test_only_agreement_lets_a_test_pass_and_each_comparison_has_a_page(
+    asked: Asked, make: Callable[..., Any], tmp_path: Path, answer: str
+) -> None:
+    comparer = make(pages=True)
+    assert comparer(model, loaded, IDS, include="*.norm") is asked.made[0]
+    asked.answers = [answer]
+    if answer == "agree":
+        assert comparer(model, loaded) is asked.made[1]
+    else:
+        page = tmp_path / "pages" / "name-2.html"
+        said = f"{answer}:\nthe text of {answer}\nThe report is {page}"
+        with pytest.raises(pytest.fail.Exception, match=exactly(said)):
+            comparer(model, loaded)
+    assert asked.calls == [(model, loaded, IDS, {"include": "*.norm"}), (model, loaded, None, {})]
+    assert sorted(each.name for each in (tmp_path / "pages").iterdir()) == ["name-2.html", "name.html"]
+    # Those that failed, too.
+    comparer.close()
+    assert [each.closed for each in asked.made] == [1, 1]
+
+
+def test_without_a_folder_for_pages_a_failure_is_the_text_alone(asked: Asked, make: Callable[..., Any]) -> None:
+    asked.answers = ["differ"]
+    with pytest.raises(pytest.fail.Exception, match=exactly("differ:\nthe text of differ")):
+        make()(model, loaded)
+
+
+def test_a_recording_is_found_beside_the_test_or_from_the_root(
+    asked: Asked, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    comparer = make()
+    beside, root = tmp_path / "tests" / "ref", tmp_path / "ref"
+    for baseline, missing in (("ref", beside), ("tests/ref", beside), ("data/ref", tmp_path / "data" / "ref")):
+        said = f"{missing} does not exist; pytest --graftlab-record makes it"
+        with pytest.raises(pytest.fail.Exception, match=exactly(said)):
+            comparer(baseline, model)
+    root.mkdir()
+    comparer("ref", model)
+    beside.mkdir()
+    (tmp_path / "tests" / "tests" / "ref").mkdir(parents=True)
+    comparer("ref", model)
+    comparer(Path("tests/ref"), model)
+    assert [each[0] for each in asked.calls] == [root, beside, beside]
+
+
+def test_a_recording_is_made_anew_unless_its_model_fails(
+    asked: Asked, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    comparer = make(records=True)
+    (tmp_path / "tests" / "ref").mkdir()
+    (tmp_path / "tests" / "ref" / "old").touch()
+    asked.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        comparer("ref", "the target")
+    assert [each.name for each in (tmp_path / "tests").rglob("*")] == ["ref", "old"]
+    asked.failure = None
+    assert comparer("ref", "the target", IDS, include="*.norm") is None
+    assert [each.name for each in (tmp_path / "tests").rglob("*")] == ["ref", "made"]
+    assert comparer("other/ref", "the target", reference="the reference") is None
+    assert (tmp_path / "other" / "ref" / "made").read_text() == "the reference"
+    options = {"include": "*.norm", "limit": 1 << 20}
+    assert asked.calls[1:] == [
+        ("the target", IDS, options),
+        ("the reference", None, {"include": None, "limit": 1 << 20}),
+    ]
+
+
+def test_a_recording_that_another_worker_made_meanwhile_is_left(
+    asked: Asked, make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_meanwhile(self: Path, target: Path) -> Path:
+        target.mkdir()
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", made_meanwhile)
+    make(records=True)("ref", model)
+    assert [each.name for each in (tmp_path / "tests").iterdir()] == ["ref"]
+
+
+@pytest.mark.slow
+def test_the_options_of_pytest_reach_the_fixture_in_their_units(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Comparer(pytest_plugin.ModelComparer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(given)
+
+        def close(self) -> None:
+            made.append("closed")
+
+    monkeypatch.setattr(pytest_plugin, "ModelComparer", Comparer)
+    text = "import pytest\n@pytest.mark.parametrize('x', ['a b/c'])\ndef test(graftlab_compare, x):\n    assert 0\n"
+    (tmp_path / "test_port.py").write_text(text)
+    options = ("--graftlab-report", "pages", "--graftlab-record", "--graftlab-record-limit", "1.5")
+    found, _ = outcomes(tmp_path, capsys, *options)
+    assert found == {"test[a": "FAILED"}
+    assert made == [("test_port.py_test_a_b_c_", "pages", True, 3 << 19, tmp_path, tmp_path), "closed"]
 
 
 # ---- what a recording of sketches shows -----------------------------------------------------------------------------

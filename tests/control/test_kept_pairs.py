@@ -57,6 +57,7 @@ class Kept:
 
     def __init__(self, held: dict[str, list[dict[str, Any]]], gone: dict[str, list[dict[str, Any]]]) -> None:
         self.held, self.gone, self.asked = held, gone, list[tuple[str, Any]]()
+        self.with_failed: set[bool] = set()
         places = Place("baseline", 0, 1, 2).everyone()
         self.ranks: list[Any] = [Rank(place) for place in places]
         self.pairs = PairsOnRanks(self.ranks, self.answer, lambda name, tags: f"Advice on {name} {dict(tags)}")
@@ -64,6 +65,7 @@ class Kept:
     def answer(self, rank: Any, question: Any, kind: Any) -> Any:
         held, gone = self.held.get(rank.label, []), self.gone.get(rank.label, [])
         if isinstance(question, AskKeptTags):
+            self.with_failed.add(question.failed)
             return KeptTags(held, gone)
         self.asked.append((rank.label, question))
         wanted = {"name": question.name, **question.tags}
@@ -127,8 +129,12 @@ def test_axes_are_sent_as_numbers_and_refused_before_any_rank_reads_them() -> No
     for given, sent in ((None, None), ((np.int64(1), 0), (1, 0))):
         kept.pairs.difference_map("h", None, {"step": np.int64(1)}, given)
         assert kept.asked[-1] == ("target[0]", AskKeptMap("h", {"step": 1}, sent))
+    assert kept.with_failed == {False}
+    kept.with_failed.clear()
     assert kept.pairs.packed_input("h", None, {"step": np.int64(1)}) == (kept.ranks[1], b"target[0]")
     assert kept.asked[-1] == ("target[0]", AskKeptInput("h", {"step": 1}))
+    # A transform can be tried where it failed, too.
+    assert kept.with_failed == {True}
     before = len(kept.asked)
     with pytest.raises(gl.SessionError, match=exactly("dims=('x',): give one or two axes of 'h', such as (0, 1)")):
         kept.pairs.difference_map("h", None, {}, ("x",))  # type: ignore[arg-type]

@@ -163,6 +163,14 @@ def test_without_a_fully_grafted_step_a_verdict_is_refused(tmp_path: Path) -> No
         ),
     ):
         run.verdict(run=0, step=0)
+    with pytest.raises(
+        gl.SessionError,
+        match=exactly(
+            "verdict: in step 5 of this run not every tap was grafted from the baseline, so the rows do not show "
+            "where each error arose. It has no rows"
+        ),
+    ):
+        run.verdict(step=5)
 
 
 def test_the_refusal_reports_that_every_graft_failed(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def test_returned_logits_are_compared_in_place_of_the_last_tap(tmp_path: Path) -
         ("a", [1], None),
         ({"other": [1]}, [1], None),
         (X, X, None),
+        (X + 0j, X + 0j, None),
+        (torch.tensor([True]), [1], True),
         ([1.0], [1.0], None),
         # A list with a number that is not whole has no tokens.
         ([1, 2.5], [1, 2.7], None),

@@ -44,6 +44,8 @@ def test_of_much_code_the_newest_pieces_are_shown(monkeypatch: pytest.MonkeyPatc
     assert "piece 1\n" not in text
     assert text.count("<pre>") == report._CODE
     assert "left out" not in report._code(runs[2:])
+    marked: Any = SimpleNamespace(number=7, code={"<all>": "if a < b & c: pass"})
+    assert "<p>run 7, &lt;all&gt;</p><pre>if a &lt; b &amp; c: pass</pre>" in report._code([marked])
     assert report._code([]) == ""
 
 

@@ -296,6 +296,18 @@ def test_a_result_is_opened_once_and_is_the_same_object_each_time(monkeypatch: p
     assert len(opened) == 1
 
 
+def test_forgotten_results_are_neither_kept_nor_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, ranks = state_of()
+    monkeypatch.setattr("graftlab.control.run_state.open_value", lambda rank, packed: "a result")
+    packed: Any = object()
+    for rank in ranks:
+        state.note_done(rank, RunDone(3, packed, None))
+    assert state.results_of("baseline") == ["a result"]
+    # One was opened, and the others were not.
+    state.forget_results()
+    assert (state.results_of("baseline"), state.results_of("target")) == ([None], [None, None])
+
+
 STACK = """thread MainThread
   File "/me/model.py", line 3, in forward
     {call}
@@ -321,6 +333,13 @@ INNER = '  File "/x/torch/{path}.py", line 9, in {name}\n    return f()\n'
 def test_only_a_wait_in_a_collective_is_taken_for_one(call: str, inner: str, expected: bool) -> None:
     found = collective_in(STACK.format(call=call, inner=inner))
     assert found == (f"/me/model.py, line 3: {call}" if expected else None)
+
+
+def test_a_collective_of_torchs_own_threads_code_is_named_by_its_innermost_line() -> None:
+    stack = "thread MainThread\n" + INNER.format(path="run", name="f")
+    stack += INNER.format(path="distributed/c10d", name="g") + INNER.format(path="nn", name="h")
+    assert collective_in(stack) == "/x/torch/nn.py, line 9: return f()"
+    assert collective_in(stack.replace("MainThread", "Thread-1")) is None
 
 
 def test_ranks_that_fail_alike_are_named_in_their_order() -> None:

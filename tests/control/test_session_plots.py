@@ -126,6 +126,10 @@ def test_one_taps_figures_leave_out_a_verdicts_own_runs(monkeypatch: pytest.Monk
     figures.history("a")
     figures.ranks("a")
     assert [args[0]["step"].tolist() for _, args, _ in drawn] == [[1, 3]] * 2
+    drawn.clear()
+    monkeypatch.setattr(session_plots, "internals_of", lambda session: SimpleNamespace(set_aside={9}))
+    figures.over_steps()
+    assert [args[0]["step"].tolist() for _, args, _ in drawn] == [[2]]
 
 
 @pytest.mark.ranks

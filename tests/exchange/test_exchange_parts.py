@@ -25,10 +25,10 @@ from kit.refusals import exactly
 from kit.values import assert_values
 
 from graftlab.base.tags import TapKey
-from graftlab.base.world import MAX_RANKS, Place
+from graftlab.base.world import MAX_RANKS, Place, RunInfo
 from graftlab.exchange.arena import ALIGNMENT, PAGE, Allocator, Arena, create_segment
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.contract import Receipt
+from graftlab.exchange.contract import Contribution, Receipt
 from graftlab.exchange.frames import (
     ChunkFrame,
     ChunkReplyFrame,
@@ -276,9 +276,11 @@ def test_a_stream_cut_anywhere_gives_whole_frames_only(frames: list[bytes], data
 
 def test_memory_is_returned_once_however_often_it_is_released() -> None:
     released: list[str] = []
-    receipt = Receipt([], on_release=lambda: released.append("once"))
+    receipt = Receipt([Contribution(0, torch.ones(2), None)], on_release=lambda: released.append("once"))
     for _ in range(2):
         receipt.release()
+        # What refers to the senders' memory is not kept.
+        assert receipt.contributions == []
     assert released == ["once"]
 
 
@@ -706,3 +708,51 @@ def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
     assert not threads.wait(DEADLINE)
     for descriptor in (reader, writer):
         os.close(descriptor)
+
+
+def a_peer(**known: Any) -> Peer:
+    channel: Any = None
+    return Peer(Place("target", 1, 2, 1), channel, None, RemoteStatusPage(), **known)
+
+
+@pytest.mark.parametrize(
+    ("gone", "in_run", "run_ended", "why"),
+    [
+        ("", True, False, "ended the step without this tap"),
+        ("", True, True, "ended the run without this tap"),
+        ("", False, False, "takes no part in this run"),
+        ("died", True, False, "died"),
+        ("died", False, False, "died"),
+        # It had done its part before it died.
+        ("died", True, True, "ended the run without this tap"),
+    ],
+)
+def test_a_rank_that_sent_nothing_has_the_reason_that_came_first(
+    gone: str, in_run: bool, run_ended: bool, why: str
+) -> None:
+    peer = a_peer(gone=gone, in_run=in_run, run_ended=run_ended, ended_step=3)
+    assert peer.why_absent() == f"target[1] {why}"
+    assert peer.is_past(3)
+    assert peer.is_past(4) == peer.has_settled() == (gone != "" or run_ended or not in_run)
+
+
+@pytest.mark.parametrize(("participants", "takes_part"), [((0, 2), True), ((0, 1), False)])
+def test_a_run_begins_with_nothing_of_an_earlier_one(participants: tuple[int, ...], takes_part: bool) -> None:
+    before = a_peer(
+        run_ended=True,
+        ended_step=99,
+        announced={7: b"plan"},
+        announced_step=7,
+        carried={1: ()},
+        # What it has to give back, and what was counted, are of no run.
+        to_release=[4],
+        bytes_to_release=5,
+        received=3,
+        sent=2,
+        confirmed=1,
+    )
+    before.inbox[7]["a key"] = None  # type: ignore[index]
+    before.begin_run(RunInfo(2, 5, participants))
+    after = a_peer(in_run=takes_part, ended_step=4, to_release=[4], bytes_to_release=5, received=3, sent=2, confirmed=1)
+    after.page = before.page
+    assert before == after

@@ -707,3 +707,16 @@ def test_a_forked_child_without_a_descriptor_lets_go_of_the_connection() -> None
     # This process is no child, and has it still.
     router.over.clear()
     router.close()
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_a_frame_in_pieces_has_as_many_as_it_says_or_is_refused(count: int) -> None:
+    parts = [zmq.Frame(tcp._COUNT.pack(count)), *map(zmq.Frame, (b"ab", b"c", b"rest"))]
+    frame, rest = tcp._joined(parts)
+    if 0 < count <= 3:
+        assert (frame, [part.bytes for part in rest]) == (
+            b"abcrest"[: (0, 2, 3, 7)[count]],
+            [b"ab", b"c", b"rest"][count:],
+        )
+    else:
+        assert (frame, rest) == (tcp._IN_PIECES, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from kit.refusals import exactly
 
 import graftlab as gl
+from graftlab.base.world import MAX_RANKS
 from graftlab.config import GraftConfig
 from graftlab.exchange.keys import derive_keys, new_token, write_token
+from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.own_place import own_rank
+from graftlab.transforms import TransformSpec
 
 COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_world_size": 1, "target_world_size": 2}
 
@@ -226,11 +230,54 @@ def test_any_text_is_read_or_refused_with_its_name(settings: dict[str, str]) -> 
     assert not said or any(f"({variable})" in said for variable in environ)
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused", "takes"),
+    [
+        ("baseline_world_size", (1, MAX_RANKS - 1), (0, MAX_RANKS), "the number of that side's ranks, from 1 to 511"),
+        ("target_world_size", (1, MAX_RANKS - 1), (0, MAX_RANKS), "the number of that side's ranks, from 1 to 511"),
+        ("timeout", (1e-3, 1e6), (0.0, -1.0, 1e6 + 1), "seconds, more than 0 and at most 1,000,000"),
+        ("buffer_budget", (0, 1 << 40), (-1,), "a number of bytes"),
+        ("keep_budget", (0, 1 << 40), (-1,), "a number of bytes"),
+        ("first_step", (0, 7), (-1,), "the number of steps that this job has already made, 0 or more"),
+        ("port", (1, 65535), (0, 65536), "a number from 1 to 65535"),
+        ("group_name", ("a", "a.b"), ("", "a/b", ".a"), "a name without a / that does not begin with a dot"),
+        ("without_session", ("keep", "nothing"), ("", "die"), "'keep' or 'nothing'"),
+    ],
+)
+def test_the_first_and_last_values_of_a_setting_are_allowed_and_the_next_refused(
+    name: str, allowed: tuple[Any, ...], refused: tuple[Any, ...], takes: str
+) -> None:
+    for value in allowed:
+        assert getattr(GraftConfig(**{name: value}), name) == value
+    for value in refused:
+        said = f"{name} (GRAFTLAB_{name.upper()}) is {value!r}; it takes {takes}"
+        with pytest.raises(gl.ConfigError, match=exactly(said)):
+            GraftConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("ports", "range_of"),
+    [(None, (0,)), ("1", range(1, 2)), ("5-7", range(5, 8)), ("65535-65535", range(65535, 65536))],
+)
+def test_the_ports_of_ranks_are_a_range_with_its_ends(ports: str | None, range_of: Sequence[int]) -> None:
+    assert GraftConfig(ports=ports).port_range() == range_of
+
+
+@pytest.mark.parametrize("ports", ["0", "7-5", "5-65536", "a-b", "5-", "-7", "5-7-9"])
+def test_ports_that_are_no_range_are_refused(ports: str) -> None:
+    said = f"ports (GRAFTLAB_PORTS) is {ports!r}; it takes the first and last port, such as 29600-29699"
+    with pytest.raises(gl.ConfigError, match=exactly(said)):
+        GraftConfig(ports=ports).port_range()
+
+
 def test_the_fields_make_the_plan() -> None:
-    plan = GraftConfig(**COMPLETE, t2b_filter="layer == 1", transform_path="os.path.join").plan()
-    assert (plan.t2b, plan.compare) == ("layer == 1", "True")
-    assert plan.transform is not None
-    assert plan.transform.text == "os.path.join"
+    filters = {name: f"layer == {number}" for number, name in enumerate(("b2t", "t2b", "compare", "keep"))}
+    given: dict[str, Any] = {f"{name}_filter": text for name, text in filters.items()}
+    assert GraftConfig(**COMPLETE, **given).plan() == GraftPlan(**filters)
+    assert GraftConfig(**COMPLETE).plan() == GraftPlan()
+    path = "os.path.join"
+    made = GraftConfig(**COMPLETE, b2t_filter="True", transform_path=path).plan()
+    assert made == GraftPlan(b2t="True", transform=TransformSpec.of(path))
 
 
 @pytest.mark.parametrize(("rank", "size"), [("-1", "2"), ("first", "2"), ("0", "two"), ("2", "2")])

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -374,3 +375,19 @@ def test_a_module_of_a_model_called_before_is_a_part_of_it(rank: Rank, script: H
     script.remove()
     assert [each.describe().part_of for each in rank.calls] == ["", "", "Sequential", "", "Sequential"]
     assert rank.calls[2].describe_result().part_of == "Sequential"
+
+
+def test_a_comparison_that_does_not_answer_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    connection = MagicMock()
+    connection.settimeout = limits.append
+    place = SimpleNamespace(connect=lambda timeout: limits.append(timeout) or connection)
+    monkeypatch.setattr(script_rank, "Rendezvous", lambda folder: nullcontext(place))
+
+    def ask(*given: object) -> None:
+        assert limits == [script_rank._ANSWER_LIMIT] * 2
+        raise TimeoutError
+
+    monkeypatch.setattr(script_rank, "ask", ask)
+    with pytest.raises(TimeoutError):
+        script_rank._join(Path("a comparison"), "target", lambda: None)

@@ -419,6 +419,30 @@ def test_only_jobs_without_a_notebook_have_to_bring_one_plan(agreed: bool, tmp_p
                 server._objection(join)
 
 
+def test_a_session_that_closes_ends_each_part_of_its_server_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, server = open_session_server(
+        Session, LaunchOptions(1, 1), GraftPlan(), tmp_path, Rendezvous(tmp_path), agreed=False
+    )
+    done: list[str] = []
+    parts: Any = server
+
+    def note(name: str) -> None:
+        close = getattr(parts, name).close
+        monkeypatch.setattr(getattr(parts, name), "close", lambda: done.append(name) or close())
+
+    # The socket is closed while no job looks for it, and what jobs share once none can join any more.
+    parts._listener = SimpleNamespace(close=parts._listener.close)
+    for name in ("_handshakes", "_listener", "_rendezvous", "_membership", "_refusals"):
+        note(name)
+    session.close()
+    server.close()
+    assert done == ["_handshakes", "_listener", "_rendezvous", "_membership", "_refusals"]
+    with Rendezvous(tmp_path) as place:
+        assert place.connect(0.1) is None
+
+
 def test_a_job_that_gave_up_before_it_was_answered_has_left(tmp_path: Path) -> None:
     session, server = open_session_server(
         Session, LaunchOptions(1, 1), GraftPlan(), tmp_path, Rendezvous(tmp_path), agreed=False
@@ -487,3 +511,26 @@ def test_a_session_of_jobs_is_over_once_the_last_rank_has_left(tmp_path: Path) -
         # Not before: the session would notice that both have left.
         for rank in ranks:
             rank.close_rank_ends()
+
+
+def test_a_handle_keeps_open_nothing_of_a_process_that_was_replaced(tmp_path: Path) -> None:
+    handle = AttachedRankHandle(Place("target", 0, 1, 1), tmp_path)
+    ends = [handle.channel, handle._their_end]
+    sockets = [handle.wake_socket, handle._their_wake]
+    segments = [os.memfd_create(f"of-world-{number}") for number in range(3)]
+    for segment in segments:
+        os.truncate(segment, 1 << 16)
+
+    def held() -> list[int]:
+        return [sum(f"of-world-{number} " in link for _, link in descriptors()) for number in range(3)]
+
+    assert held() == [1, 1, 1]
+    handle.prepare_segment(segments[0])
+    handle.prepare_segment(segments[1])
+    handle.renew()
+    assert [each.fileno() for each in (*ends, *sockets)] == [-1] * 4
+    handle.prepare_segment(segments[2])
+    handle.enter_world()
+    # That of the status page.
+    assert held() == [0, 0, 1]
+    handle.release()

@@ -21,6 +21,7 @@ from kit.processes import descriptors
 import graftlab as gl
 from graftlab.base.world import Place
 from graftlab.config import Endpoint, GraftConfig
+from graftlab.errors import GraftError
 from graftlab.exchange.keys import new_token
 from graftlab.jobs import handshake_listener, refusals, rendezvous, session_server
 from graftlab.jobs.handshake import StatusQuery, StatusReply, receive_handshake, send_handshake
@@ -141,6 +142,32 @@ def test_a_listener_that_closes_ends_the_handshakes_in_progress(tmp_path: Path) 
             assert began.wait(DEADLINE)
             handshakes.close()
             assert received == [b""]
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset"), TimeoutError("silent"), EOFError("cut"), GraftError("no")]
+)
+def test_a_process_whose_handshake_fails_is_refused_with_the_reason(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits: list[float | None] = []
+
+    def accept(connection: socket.socket) -> None:
+        limits.append(connection.gettimeout())
+        raise error
+
+    with Rendezvous(tmp_path) as place, place.locked():
+        listener = place.listen()
+        assert listener is not None
+        handshakes = HandshakeListener(listener, accept, refusals.RefusalLog())
+        connection = place.connect(1.0)
+        assert connection is not None
+        with listener, connection:
+            connection.settimeout(DEADLINE)
+            assert connection.recv(1) == b""
+            handshakes.close()
+    assert [line for line in caplog.messages if "refused" in line] == [f"a process was refused: {error}"]
+    assert limits == [handshake_listener._SILENCE_LIMIT]
 
 
 def test_refusals_of_many_processes_are_a_few_lines_with_their_number(

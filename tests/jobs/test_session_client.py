@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from kit.refusals import exactly
@@ -17,7 +19,7 @@ from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, SessionError
 from graftlab.exchange.keys import new_token
 from graftlab.jobs import session_client
-from graftlab.jobs.handshake import RequestRefused, WorldShare
+from graftlab.jobs.handshake import RequestRefused, WorldShare, WorldShareRequest
 from graftlab.jobs.session_client import SessionClient, _RankTakenError
 
 HERE = "tcp://localhost:29500"
@@ -93,6 +95,52 @@ def test_a_job_joins_again_where_it_joined_before(
     state: Any = None
     found: Any = made.rejoin(state, None)
     assert found == ("far" if was_far else "here")
+
+
+def test_a_share_of_a_world_is_awaited_for_the_jobs_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    connection = MagicMock()
+    connection.settimeout = done.append
+    share = WorldShare(4096, 2)
+    place = SimpleNamespace(connect=lambda timeout: done.append(timeout) or connection)
+    monkeypatch.setattr(session_client, "Rendezvous", lambda folder: contextlib.nullcontext(place))
+
+    def ask(asked: object, request: object, kind: object, error: object) -> WorldShare:
+        done.append((asked, request, kind, error))
+        return share
+
+    monkeypatch.setattr(session_client, "ask", ask)
+    monkeypatch.setattr(session_client, "receive_descriptors", lambda asked, count: [count])
+    assert client(tmp_path).fetch_share(7) == (share, [2])
+    request = WorldShareRequest(7, "target", 0, 1, 1, os.getpid())
+    assert done == [60.0, 60.0, (connection, request, WorldShare, SessionError)]
+    monkeypatch.setattr(place, "connect", lambda timeout: None)
+    with pytest.raises(SessionError, match=exactly("the session server has ended")):
+        client(tmp_path).fetch_share(7)
+
+
+@pytest.mark.parametrize(("rejoins", "limit"), [(False, 55.0), (True, 60.0)])
+def test_an_answer_is_awaited_as_long_as_the_job_may_still_wait(
+    rejoins: bool, limit: float, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = client(tmp_path)
+    clock.now += 5.0
+    limits: list[float] = []
+    monkeypatch.setattr(session_client, "send_handshake", lambda connection, request: None)
+    connection: Any = SimpleNamespace(settimeout=limits.append)
+
+    def receive(found: object) -> Any:
+        assert (found, limits) == (connection, [limit])
+        raise TimeoutError
+
+    monkeypatch.setattr(session_client, "receive_handshake", receive)
+    said = (
+        f"the session server in {made._config.rendezvous} did not answer within 60 s. One that a job started may take "
+        f"that long to start: a larger timeout (GRAFTLAB_TIMEOUT) waits longer; its log is session-server.log there"
+    )
+    state: Any = "its run" if rejoins else None
+    with pytest.raises(SessionError, match=exactly(said)):
+        made._ask(connection, state)
 
 
 # ---- on one machine --------------------------------------------------------------------------------------------------

@@ -64,6 +64,26 @@ def sent_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"graftlab.jobs.{module}.pack_handshake", handshake.pack_handshake)
 
 
+def test_a_release_with_a_long_name_is_cut_off_and_the_message_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "graftlab_release", lambda: "1.0+" + "x" * 300)
+    message = RequestRefused("why", settings=True)
+    data = handshake.pack_handshake(message)
+    assert handshake.unpack_handshake(data) == message
+    # Its length is one byte.
+    assert b"1.0+" + b"x" * 251 in data
+    assert b"x" * 252 not in data
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError, EOFError])
+def test_a_process_that_is_gone_sends_no_message(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def receive(*given: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(handshake, "receive_exactly", receive)
+    with socket.socket() as connection:
+        assert handshake.receive_handshake(connection) is None
+
+
 @contextmanager
 def connected(folder: Path) -> Iterator[socket.socket]:
     with Rendezvous(folder) as place:

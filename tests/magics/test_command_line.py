@@ -299,3 +299,10 @@ def test_the_overview_and_the_magics_help_list_each_command_once_in_its_group() 
         assert text.count(f"  %graft {name} ") == 1
     assert text.index("Compare:") < text.index("%graft verdict") < text.index("The plan:")
     assert text in (GraftMagics.graft.__doc__ or "")
+
+
+def test_an_option_is_given_by_its_whole_name() -> None:
+    """So that a new option cannot change what a saved notebook means."""
+    assert command_line.parse("up --baseline 2")[1].baseline == 2
+    with pytest.raises(UsageError, match="--base"):
+        command_line.parse("up --base 2")

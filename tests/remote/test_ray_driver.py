@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.base.world import Place
@@ -93,7 +94,8 @@ class Cluster:
         return group
 
     def _wait(self, seconds: float) -> bool:
-        assert 0 < seconds <= DEADLINE
+        # All of the request has that time, and a part of it is over.
+        assert 0 < seconds < DEADLINE
         return self.has_room
 
     def placement_group_table(self, group: Any) -> dict[str, Any]:
@@ -314,6 +316,15 @@ def test_a_rank_whose_actor_dies_has_ended_with_the_first_line_of_why(
     assert process.end(DEADLINE) == "ended with its Ray actor: The actor died."
 
 
+def test_a_rank_whose_actor_dies_without_a_word_has_ended_with_the_kind_of_error(
+    cluster: Cluster, reserve: Callable[..., RayHosts]
+) -> None:
+    process = reserve().process(BASELINE)
+    process.start(b"spec")
+    cluster.actors[0].ended.set_exception(RayError("\n"))
+    assert process.end(DEADLINE) == "ended with its Ray actor: RayError"
+
+
 def test_everything_is_given_back_when_the_notebook_goes_even_if_a_part_fails(
     cluster: Cluster, reserve: Callable[..., RayHosts], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,6 +348,37 @@ def test_all_is_given_back_where_the_driver_fails(cluster: Cluster, reserve: Cal
         hosts._driver.ask("no such request").result(DEADLINE)
     process_of(hosts, BASELINE).wait()
     assert (cluster.killed, cluster.shutdowns) == ([0, 1, 2], 1)
+
+
+def test_a_driver_that_does_not_end_in_time_is_killed(reserve: Callable[..., RayHosts]) -> None:
+    hosts = reserve()
+    process: Any = process_of(hosts, BASELINE)
+    waits: list[tuple[float, ...]] = []
+    end = process.wait
+
+    def wait(*limit: float) -> None:
+        waits.append(limit)
+        if not process.killed:
+            raise subprocess.TimeoutExpired("driver", 5.0)
+        end()
+
+    process.wait = wait
+    hosts.release()
+    assert (process.killed, waits) == (True, [(5.0,), ()])
+
+
+def test_a_reservation_has_time_to_report_what_it_lacks_after_the_launchs_own() -> None:
+    limits: list[float] = []
+
+    def wait(limit: float) -> None:
+        limits.append(limit)
+        raise ray_cluster.NotYet
+
+    silent: Any = SimpleNamespace(ask=lambda method, request: SimpleNamespace(result=wait))
+    said = "the Ray cluster at 'head:6379' did not answer within 37 s"
+    with pytest.raises(gl.LaunchError, match=exactly(said)):
+        ray_cluster._reserve(gl.Ray("head:6379"), LaunchOptions(1, 1, timeout=7.0), silent)
+    assert limits == [37.0]
 
 
 def test_a_cluster_without_room_is_refused_and_the_error_names_what_it_lacks(

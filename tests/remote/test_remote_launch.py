@@ -26,12 +26,22 @@ from graftlab.jobs.handshake import JoinRequest, RequestRefused
 from graftlab.jobs.peer_connector import PeerConnector
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import from_wire
-from graftlab.ranks.messages import Hello, LiveOutput, Output, Shutdown, pack
+from graftlab.ranks.messages import (
+    Hello,
+    LinkReport,
+    LiveOutput,
+    Output,
+    Shutdown,
+    StoreAddress,
+    WorldStart,
+    pack,
+    unpack_to_rank,
+)
 from graftlab.ranks.options import LaunchOptions
 from graftlab.remote import remote_rank
 from graftlab.remote.launcher import _Assignments, _device, _RemoteLaunch, _require_fit, launch_remote_ranks
 from graftlab.remote.rank_supervisor import HostFacts, RankEnd, RankSupervisor
-from graftlab.remote.remote_rank import RemoteRankSpec, _find_modules, _joined, _LaunchSetup
+from graftlab.remote.remote_rank import WORLD, RemoteRankSpec, _find_modules, _joined, _LaunchSetup
 
 FACTS = RankSupervisor().facts()
 
@@ -130,17 +140,26 @@ def joined() -> Iterator[Callable[[RemoteRankSpec], Any]]:
 
 
 def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
-    joined: Callable[[RemoteRankSpec], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    joined: Callable[[RemoteRankSpec], Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend("a folder here")
     caplog.set_level(logging.INFO, "graftlab")
     world: dict[str, Any] = {}
     stores: dict[str, Any] = {}
+    limits: list[float] = []
+    left_behind: list[bool] = []
 
     def rank(spec: RemoteRankSpec) -> None:
         line = joined(spec)
         setup = _LaunchSetup(spec, line)
-        _, connector = setup.connect()
+        exchange, connector = setup.connect()
         world[spec.place.label] = connector.kinds()
+        limits.append(exchange.timeout)
+        # No other process connects from here on.
+        left_behind.append(connector._folder.exists())
         stores[spec.place.label] = setup.store()
         # Importing a model's libraries may print.
         line.send(Output(f"{spec.place.label} imports\n"))
@@ -154,6 +173,7 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
     for each in hosts.ranks:
         each.join()
     try:
+        assert (limits, left_behind) == ([7.0] * 3, [False] * 3)
         assert world == {"baseline[0]": ((1, 2), ()), "target[0]": ((0, 2), ()), "target[1]": ((0, 1), ())}
         assert [each.links for each in ranks] == ["shared memory"] * 3
         assert [each.pid for each in ranks] == [os.getpid()] * 3
@@ -174,6 +194,7 @@ def test_ranks_receive_their_settings_meet_and_find_their_sides_store(
         }
         assert from_wire(specs[0].plan).b2t == GraftPlan(b2t="name == 'x'").b2t
         assert all(os.path.isabs(path) for path in specs[0].search_path)
+        assert specs[0].search_path[0] == str(Path.cwd() / "a folder here")
     finally:
         for handle in ranks:
             handle.release()
@@ -189,6 +210,27 @@ def test_the_machines_are_given_back_with_the_last_rank(tmp_path: Path) -> None:
     assert hosts.released == 0
     launch.ranks[2].release()
     assert hosts.released == 1
+
+
+def test_ranks_start_once_all_are_connected_and_a_store_is_for_its_side_alone(tmp_path: Path) -> None:
+    launch = _RemoteLaunch(LaunchOptions(1, 3), tmp_path, GraftPlan(), Hosts([lambda spec: None] * 4))
+    received: list[tuple[str, object]] = []
+    try:
+        for rank in launch.ranks:
+            sent = lambda frame, name=rank.label: received.append((name, unpack_to_rank(frame)))  # noqa: E731
+            rank.channel = SimpleNamespace(send=sent, close=lambda: None)  # type: ignore[assignment]
+        # A report again, as ranks that lose a link make it, counts once.
+        for number in (0, 2, 2, 3):
+            launch._on_linked(LinkReport(WORLD, (), ()), launch.ranks[number])
+        assert received == []
+        launch._on_linked(LinkReport(WORLD, (), ()), launch.ranks[1])
+        assert received == [(rank.label, WorldStart(WORLD)) for rank in launch.ranks]
+        received.clear()
+        address = StoreAddress("10.0.0.5", 7)
+        launch._on_store(address, launch.ranks[2])
+        assert received == [("target[0]", address), ("target[2]", address)]
+    finally:
+        launch.abandon()
 
 
 def test_a_rank_that_ends_before_it_joins_ends_the_launch_with_its_log(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from kit import processes
 from kit.mailboxes import DEADLINE, in_background
 from kit.refusals import exactly
 
@@ -238,6 +239,37 @@ def test_a_supervisor_reports_the_end_with_what_the_process_wrote_last(monkeypat
     monkeypatch.setattr(rank_supervisor, "end_programs_of", ended.append)
     assert supervisor.run(b"spec") == RankEnd(3, b"ValueError: shapes")
     assert (ended, closed) == ([7], [b"spec"])
+
+
+def test_a_rank_is_given_its_specification_and_a_session_that_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "rank"
+    # Its descriptor, its session, its input, and a program that would keep its output open.
+    program.write_text(
+        """#!/bin/sh
+        test -S /proc/$$/fd/$3 && echo connected >&2
+        test $(cut -d' ' -f6 /proc/$$/stat) = $$ && echo leads
+        cat
+        sleep 60 & echo " $!"
+        exit 3
+        """
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(rank_supervisor, "sys", SimpleNamespace(executable=str(program), path=["a", "b"]))
+    end = RankSupervisor().run(b"spec")
+    text, _, pid = end.tail.decode().rpartition(" ")
+    assert (end.code, text) == (3, 'connected\nleads\n["a", "b"]\nspec')
+    assert processes.still_there(processes.watch([int(pid)])) == []
+
+
+def test_a_rank_that_ends_before_it_reads_shows_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "rank"
+    program.write_text("#!/bin/sh\nexec 0<&-\necho no torch\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(rank_supervisor, "sys", SimpleNamespace(executable=str(program), path=["a", "b"]))
+    # More than a pipe holds.
+    assert RankSupervisor().run(bytes(1 << 20)) == RankEnd(0, b"no torch\n")
 
 
 def test_a_supervisor_keeps_the_last_mib_of_the_output() -> None:

@@ -39,6 +39,7 @@ from graftlab.requests import (
 )
 from graftlab.requests import dump as dump_module
 from graftlab.requests.pickling import RequestWriteError, pickle_in_steps
+from graftlab.requests.writing import DumpWriter
 
 
 @pytest.fixture
@@ -985,3 +986,23 @@ def test_requests_that_are_open_are_counted_against_the_limit(tmp_path: Path) ->
         assert dumper.begin(requests[-1], 1.0)
     finally:
         dumper.close()
+
+
+def test_a_writer_that_could_not_start_its_thread_starts_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumper = RequestDumper(tmp_path)
+    writer: Any = DumpWriter(dumper._writer.settings, *dumper._rest)
+    with monkeypatch.context() as patch:
+
+        def refuse() -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(writer._thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            writer.start()
+    writer.start()
+    writer.start()
+    assert writer._thread.is_alive()
+    writer.wait(writer.order("close"), DEADLINE)
+    dumper.close()

@@ -291,6 +291,23 @@ def test_a_segment_goes_when_the_lowest_request_in_memory_is_beyond_it(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_abandoned_journal_is_closed_and_left_as_it_is(tmp_path: Path) -> None:
+    journal = Journal("token", lambda: {"requests": [], "server_args": None, "dropped": []})
+    journal.accept(tmp_path, b"one", id)
+    journal.tidy(lambda: 1, force=True)
+    journal.accept(tmp_path, b"two", id)
+
+    def open_here() -> list[str]:
+        links = [os.readlink(f"/proc/self/fd/{each.name}") for each in os.scandir("/proc/self/fd") if each.is_symlink()]
+        return sorted(Path(link).name for link in links if link.startswith(str(tmp_path)))
+
+    written = {path: path.read_bytes() for path in journal.paths}
+    assert open_here() == sorted(path.name for path in written)
+    journal.abandon()
+    assert open_here() == []
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == written
+
+
 def frame(kind: bytes, number: int, content: Any) -> bytes:
     """As any version has written it: a magic, the kind, the number, the length and the checksum; little-endian."""
     payload = pickle.dumps(content)

@@ -568,6 +568,14 @@ def test_arrays_and_tensors_do_not_reach_outside_of_their_bytes() -> None:
         assert type(read(_Reduces(rebuild, (arguments[0], offset, size, stride, *arguments[4:])))) is Opaque
 
 
+def test_a_tensor_may_show_its_numbers_again_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebuilding, "_LARGEST_VIEW", 4)
+    numbers = torch.arange(6.0)
+    for tensor in (numbers, numbers.reshape(2, 3), numbers[:2].clone().expand(2, 2)):
+        assert torch.equal(read(tensor), tensor)
+    assert type(read(numbers[:1].clone().expand(5))) is Opaque
+
+
 def test_trusted_is_plain_pickle(tmp_path: Path) -> None:
     ran.clear()
     path = file_of(tmp_path / "f", [Foreign("r", [1]), _Reduces(trap, (1,))])
@@ -726,6 +734,7 @@ def loaded(tmp_path: Path, *records: Any) -> list[RecordedRequest]:
     [
         ((REQUEST, RESPONSE, 12.5, 13.0), (REQUEST, RESPONSE, 12.5, 13.0)),
         ((REQUEST, None, 12.5, None), (REQUEST, None, 12.5, None)),
+        ((REQUEST, None, None, 12.5), (REQUEST, None, None, 12.5)),
         ((REQUEST, "text", 12.5, 13), (REQUEST, "text", 12.5, 13)),
         ((REQUEST, True, 12.5, 13), (REQUEST, True, 12.5, 13)),
         ((REQUEST, [RESPONSE], 12.5, 13), (REQUEST, [RESPONSE], 12.5, 13)),

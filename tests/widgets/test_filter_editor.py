@@ -617,6 +617,22 @@ def test_typed_text_that_has_not_reached_the_kernel_survives_a_plan_change(
     assert "elsewhere" not in screen.below("b2t")
 
 
+def test_a_text_typed_after_a_revert_is_newer_than_the_change_elsewhere(
+    screen: FilterScreen, session: FakeSession
+) -> None:
+    screen.type(b2t="layer == 0")
+    session.edit(b2t="layer == 1")
+    screen.editor.refresh()
+    screen.browser.kernel_works()
+    assert "changed elsewhere" in screen.below("b2t")
+    screen.editor.revert()
+    screen.browser.kernel_works()
+    assert screen.text("b2t") == "layer == 1"
+    screen.type(b2t="layer == 2")
+    assert "in force: layer == 1" in screen.below("b2t")
+    assert "elsewhere" not in screen.below("b2t")
+
+
 def test_typing_what_the_plan_has_now_ends_the_difference(screen: FilterScreen, session: FakeSession) -> None:
     screen.type(b2t="layer == 0")
     session.edit(b2t="layer == 1")
@@ -865,4 +881,11 @@ def test_new_names_pair_with_the_rewritten_names_of_the_other_side(
     write_rule(screen, "target", r"^net\.")
     assert screen.shown("rule-preview").startswith(
         "2 names seen match; 1 of the new names exist on the baseline. net.a → a"
+    )
+    # A name that an earlier rule rewrites does not pair by the new one.
+    session.edit(rename={"baseline": {r"^model\.": ""}, "target": {r"^net\.a": "x"}})
+    write_rule(screen, "target", "")
+    write_rule(screen, "target", r"^net\.")
+    assert screen.shown("rule-preview").startswith(
+        "2 names seen match; 0 of the new names exist on the baseline; an earlier rule rewrites 1 first. net.b → b"
     )

@@ -210,6 +210,11 @@ def test_what_is_not_kept_can_be_kept_unless_the_session_is_closed(choosing: Cal
     panel.refresh()
     panel.chooser.refresh()
     assert button.layout.display == "none"
+    # Tensors of an earlier plan are there, whatever the newest one keeps.
+    earlier = choosing(kept("t0"), keep="name == 't1'")
+    earlier.choose("tap", "t0 · target[0]")
+    earlier.browser.kernel_works()
+    assert (earlier.find("keep").layout.display, earlier.find("kept-hint").layout.display) == ("none", "none")
     # What the plan keeps already needs no edit.
     asked = choosing(keep="name == 't0'")
     assert asked.find("keep").description == "Keep all taps"

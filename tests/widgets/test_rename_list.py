@@ -86,6 +86,7 @@ def test_rules_are_added_listed_and_removed(session: gl.Session, screen: Screen)
     screen.click("add-rule")
     screen.browser.kernel_works()
     assert len(session.plan.rename) == 2
+    assert (renames._pattern.value, renames._new.value) == ("", "")
     assert screen.panel._renames.title == "Renames (2)"  # type: ignore[attr-defined]
     screen.panel._renames._buttons[0].click()  # type: ignore[attr-defined]
     screen.panel.refresh()
