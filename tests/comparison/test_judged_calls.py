@@ -92,6 +92,14 @@ def test_equal_calls_agree_and_nothing_is_remarked() -> None:
     assert runs.match.mock_calls == runs.add_backward.mock_calls == []
 
 
+def test_inputs_that_are_rounded_results_of_an_earlier_call_are_no_difference() -> None:
+    given, without = found("x@input", label="culprit"), found("x@input")
+    inherited: Any = Mock(without_earlier_results=Mock(return_value=without))
+    comparison = judge_held_calls(Runs(given), [held()], [held()], JudgingChoice(), None, inherited)  # type: ignore[arg-type]
+    assert (comparison.answer, comparison.findings) == ("agree", without)
+    inherited.without_earlier_results.assert_called_once_with(given)
+
+
 def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:
     doubt = "The plan's pairs contradict their names or each other: k has the values of v. They are compared as"
     answer, remarks = judged(held(), held(), found(contradicting_pairs=(doubt,)))
@@ -276,7 +284,8 @@ def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() ->
 
 def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> None:
     """Also if no run of the verdict raises."""
-    for calls in ((held(raises="ValueError"), held()), (held(), held(raises="ValueError"))):
+    raises = held(raises="ValueError")
+    for calls in ((raises, held()), (held(), raises), (held(), [held(), raises]), ([held(), raises], held())):
         assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
         assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
     # If both raise, nothing is judged.
@@ -864,6 +873,11 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         runs.add_backward.return_value = fails
         assert runs.judge(needs, target).remarks[-1] == f"Not checked: {said}"
         assert runs.add_backward.called is (said == after or "repeated" in said)
+    # Several ranks of the target may have parts of a gradient, if there is one.
+    for target, may_have in (([needs], False), ([needs, needs], True), ([held(), held()], False)):
+        runs = Runs(found(), match=Proposal(()))
+        runs.judge(needs, target)
+        assert runs.verdict.call_args.kwargs == {"gradient_parts": may_have}
 
 
 # ---- a compiled form ------------------------------------------------------------------------------------------------
@@ -1068,7 +1082,7 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
     elsewhere[1, 0] += 1
     given = held(whole_numbers={"['attention_mask']": mask, "['ids']": torch.arange(6).reshape(2, 3)})
 
-    def said(given: Any = given, **pairs: torch.Tensor | None) -> list[str]:
+    def said(given: Any = given, target: Any = None, **pairs: torch.Tensor | None) -> list[str]:
         shown = {
             name: ShownMap(
                 name,
@@ -1078,9 +1092,10 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
             for name, other in pairs.items()
         }
         findings = replace(found(*pairs, label="culprit"), maps=shown)
-        return [each for each in judged(given, given, findings)[1] if "masks by zeros" in each]
+        return [each for each in judged(given, target or given, findings)[1] if "masks by zeros" in each]
 
-    (sentence,) = said(attn=theirs) or [""]
+    # The target may pack its rows, and have no mask.
+    (sentence,) = said(attn=theirs, target=held()) or [""]
     if padding:
         # Numbers other than zeros and ones are no mask.
         assert sentence == ""

@@ -92,9 +92,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         labels = labelled(frame, named, made.following, {}, 5.0)
         rounding = RoundingGroups(tuple(made.rounding))
         more = {"data": made.data, "following": made.following, "rounding": rounding, "lines": made.lines}
+        more["inputs"] = made.inputs
         return Verdict(Findings(labels, 5.0, 1, **more), 3)
 
-    made.taps, made.lines = [("w", "param")], []
+    made.taps, made.lines, made.inputs = [("w", "param")], [], ["w@optimizer"]
     made.repeats = SimpleNamespace(session=session, verdict=verdict, in_place=True)
     return made
 
@@ -154,7 +155,7 @@ def test_a_different_update_differs_from_equal_values(made: Any) -> None:
     compared = judged(made)
     assert compared.remarks == ("A gradient differs.", "Not checked: one gradient.")
     assert compared.findings.data == ["The weights already differ"]
-    assert "w@param_grad" in compared.findings.inputs
+    assert compared.findings.inputs == ["w@optimizer", "w@param_grad"]
     assert compared.named == ["w@param_grad", "w@param"]
 
 
@@ -211,8 +212,16 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.done.clear()
     assert "The update of the weight w is computed differently" in judged(made).text
     assert compared.remarks[0].endswith("one update of them, and from equal weights and state it is a different one.")
+    # What is not a number on one side alone differs, though its distance is not known.
+    made.after = rows(("w", "param", 0.0), nonfinite_differ=1)
+    made.after = pd.concat([made.after, rows(*((name, "param", 0.0) for name in "uv"))], ignore_index=True)
+    made.done.clear()
+    compared = judged(made)
+    assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    # Where scripts are started for each run, the parts are not tried, and nothing is said of them.
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
-    assert judged(made).answer == "differ"
+    compared = judged(made)
+    assert (compared.answer, "From its ranks' own" in compared.text) == ("differ", False)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +266,7 @@ def test_rounding_beside_a_small_update_from_parts_is_neither_cleared_nor_blamed
     assert (compared.answer, compared.is_last) == (answer, answer == "inconclusive")
     assert compared.remarks[0].startswith("After the update v differs by more") is (answer == "inconclusive")
     assert compared.named == (["v@param"] if answer == "differ" else [])
+    assert bool((compared.findings.frame["ratio"] > compared.findings.threshold).any()) is (answer == "differ")
     # What the step adds up must be its parts, also where they are noise.
     divided = [each[1].method.keywords for each in made.done if isinstance(each, tuple) and each[0] is None]
     assert divided == [{"by": 2, "names": {"w", *small}}]
@@ -302,6 +312,13 @@ def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side
     assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
     mixed = [update(elsewhere=each, dtypes={"w": "float32", "v": "bfloat16"}) for each in (("w",), ())]
     assert judged(made, *(mixed if side == "baseline" else reversed(mixed))).left_to_next_update == ()
+    # So it is if only one side has such weights.
+    for sides in ((mixed[0], update()), (split, mixed[1])):
+        assert judged(made, *(sides if side == "baseline" else reversed(sides))).left_to_next_update == ()
+    # A weight whose gradient was not compared would not be judged by the next update either.
+    lacking = update(elsewhere=("w",), gradients={"w": None, "v": None})
+    compared = judged(made, *((lacking, None) if side == "baseline" else (None, lacking)))
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
     both = judged(made, split, split)
     assert (both.answer, both.left_to_next_update) == ("agree", ())
     # Rounding of earlier updates, or a small update that one side has not made.

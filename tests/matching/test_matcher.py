@@ -215,6 +215,22 @@ def test_values_that_are_used_again_and_again_count_once(monkeypatch: pytest.Mon
     assert [each.value is None for each in (one, other, third)] == [True, False, False]
 
 
+def test_two_taps_that_are_compared_are_kept_however_large_and_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = [tap(name, values(16, 16, seed=n), n) for n, name in enumerate("abc")]
+    monkeypatch.setattr(matcher, "FETCHED", 1)
+    memory = matcher._LastUsed()
+    memory.fetched = {id(each) for each in taken}
+    held = []
+    for kept in (taken[:2], taken[2:]):
+        assert all(each.lookup is not None for each in kept)
+        memory.keep(*kept)
+        held.append([(each.value is not None, each.in_memory > 2 * 1024) for each in taken])
+    is_whole, is_dropped = (True, True), (False, False)
+    assert held == [[is_whole, is_whole, (True, False)], [is_dropped, is_dropped, is_whole]]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_several_wholes_with_the_same_rows_the_namesake_is_chosen(order: int) -> None:
     table = values(12, 8, seed=1)
