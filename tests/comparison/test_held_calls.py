@@ -460,6 +460,11 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     with pytest.raises(KeyboardInterrupt, match=exactly("1 of 2 taps of the target had a partner.")) as interrupt:
         judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
     assert edits == [proposal], "the pairs stay"
+    # If an earlier call's pairs are known, these are counted, in the layouts that were found so far.
+    known, repeats.unfit_taps = Proposal((pair, Pair("b", "y"))), lambda: {"a"}
+    with pytest.raises(KeyboardInterrupt, match=exactly("2 of 2 taps of the target had a partner.")):
+        judge_held_calls(repeats, [ours], [theirs], JudgingChoice(), known)
+    assert [pair.target for pair in edits[1].pairs] == ["x", "y"]  # type: ignore[attr-defined]
     assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
     assert known_at(WaitInterrupted("run 3 continues")) == []
     assert known_at(ComparisonStopped([])) == ["Nothing was judged yet."]

@@ -286,7 +286,9 @@ def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> N
     """Also if no run of the verdict raises."""
     raises = held(raises="ValueError")
     for calls in ((raises, held()), (held(), raises), (held(), [held(), raises]), ([held(), raises], held())):
-        assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
+        runs = Runs(found("a", "b"))
+        assert runs.judge(*calls).answer == "inconclusive"
+        runs.session.run.assert_not_called()
         assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
     # If both raise, nothing is judged.
     runs = Runs(found("a", "b"))
@@ -390,7 +392,8 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     assert said[0] == answer
     merged = "Weights of 0.q have no partner, as where the target has merged them with others."
     assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
-    # A verdict may name the tap as the target does.
+    # A verdict may name the tap as the target does, which may have several partners.
+    proposal = replace(proposal, pairs=(*proposal.pairs, Pair("0.p", "x")))
     wide = Verdict(found("x", label=label, ratio=9.0, added=added), 5)
     assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
 
@@ -420,14 +423,18 @@ def test_a_module_beside_the_named_one_may_have_been_folded_into_it() -> None:
         (0.0012, "rope.cs[kind=param]", {}, "differ"),
         (0.004, "rope.cs", {}, "differ"),
         (0.004, "rope.cs[kind=param]", {"unexplained": ["The outputs differ."]}, "differ"),
+        (0.004, "rope.cs[kind=param]", {"data": ["The weights already differ."], "weights_lent": True}, "differ"),
     ],
 )
 def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
     moved: float, alone: str, parts: dict[str, Any], answer: str
 ) -> None:
     wide, other = (
-        Verdict(found("attn.o", label="culprit", ratio=9.0, added=added, **parts), 5) for added in (0.001, moved)
+        Verdict(found("attn.o", "attn.o", label="culprit", ratio=9.0, added=added, **parts), 5)
+        for added in (0.001, moved)
     )
+    # Of several calls the one that is moved furthest counts.
+    other.frame.loc[0, "added"] = 0.0
     proposal = Proposal((Pair("attn.o", "x"),), {}, {alone: "no baseline tap has its values"})
     runs = Runs(found(dtype="bfloat16"), match=proposal)
     runs.in_float32 = Mock(side_effect=[wide, other])
@@ -436,7 +443,8 @@ def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
     begins = "The target alone has rope.cs, in 16 bits. With other roundings of it, what follows differs by several "
     assert any(each.startswith(begins) for each in comparison.remarks) is (answer == "inconclusive")
     if answer == "inconclusive":
-        assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
+        looks = [{"is_first": True}, {"is_first": True, "rounded_otherwise": ["rope.cs"], "explain": False}]
+        assert [each.kwargs for each in runs.in_float32.call_args_list] == looks
 
 
 @pytest.mark.parametrize("looked_in", ["float32", "float64"])
@@ -552,7 +560,8 @@ def test_a_choice_that_rounding_may_have_changed_is_judged_in_float32(
 ) -> None:
     place = {"group": "a", "side": "target", "confirmed": True, "stack": ("moe.py:76",)}
     line: Any = SimpleNamespace(**place, operation="max(bf16[1, 4], dim=-1)", chooses=chooses)
-    narrow = found("a", dtype=dtype, label="culprit", lines=[line])
+    later: Any = SimpleNamespace(**place, operation="topk(bf16[1, 4], 2)", chooses=chooses)
+    narrow = found("a", dtype=dtype, label="culprit", lines=[line, later])
     runs = Runs(narrow, Mock() if wide is None else Verdict(wide, 5))
     comparison = runs.judge(held(), held())
     assert comparison.answer == answer
@@ -807,10 +816,15 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     assert (smaller.answer, smaller.has_other_batch) == ("inconclusive", True)
     assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
     assert not Runs(found("a", "output"), match=proposal).judge(held(), narrower).has_other_batch
+    # Code that differs from equal values does so in any batch.
+    named = Runs(found("a", label="culprit"), match=proposal).judge(held(), held(ONES[:2]))
+    assert (named.answer, named.has_other_batch) == ("differ", False)
+    assert named.remarks == ("The returned value has the shape [4, 3] on the baseline and [2, 3] on the target.",)
     # An input that is a part of the other side's: as where one side computes both halves of a batch in turn.
     row = PairRule("x[kind=input]", "z[kind=input]", "part(0, of=[2, 2])")
     with_inputs.frame["name"] = [name.removesuffix("@input") for name in with_inputs.frame["name"]]
-    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal)[0] == "differ"
+    for pairs in ([], [replace(row, baseline="a", target="a")]):
+        assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=pairs)[0] == "differ"
     assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=[row]) == ("inconclusive", remarks)
 
 
@@ -827,6 +841,9 @@ def test_results_of_calls_with_other_tokens_prove_nothing_unless_code_is_named()
     assert compared.remarks[0].startswith("The calls are given different tokens, 3 on the baseline and 5 on the target")
     named = Runs(found(label="culprit"), match=proposal, pairs=[rows]).judge(step, chunk)
     assert (named.answer, named.has_other_batch) == ("differ", False)
+    # So do weights that differ.
+    apart = Runs(found(data=["The weights already differ."]), match=proposal, pairs=[rows]).judge(step, chunk)
+    assert (apart.answer, apart.has_other_batch) == ("differ", False)
     # Where rows keep their places, the sides are given the same batch.
     assert Runs(unexplained, match=proposal).judge(step, chunk).answer == "differ"
 

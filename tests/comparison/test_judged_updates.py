@@ -143,6 +143,7 @@ def test_pairs_of_calls_are_in_force_again_after_an_update_that_names_pair(made:
     with pytest.raises(RunError, match=exactly("stopped")):
         judged(made, *updates)
     assert edited[2:] == [{"pairs": []}, *([] if closed else [{"pairs": (pair,)}])]
+    assert made.done[-1] == "restored"
 
 
 def test_a_different_update_differs_from_equal_values(made: Any) -> None:
@@ -338,6 +339,11 @@ def test_an_optimizer_without_the_state_that_the_other_one_has_is_named(side: st
         f"Before this update the {side}'s AdamW has no state of 1 weight (w), and the {other}'s has exp_avg and step."
     )
     assert (compared.answer, compared.remarks[0]) == ("differ", said)
+    # One that has some of its states has only fewer, as without amsgrad.
+    given = made.given
+    made.given = pd.concat([given, rows(("w.exp_avg_sq", "optimizer", 0.0))], ignore_index=True)
+    assert judged(made).answer == "agree"
+    made.given = given
     # A second optimizer has the state of its weights.
     split = update(elsewhere=("w",))
     assert judged(made, *((split, None) if side == "baseline" else (None, split))).answer == "inconclusive"
@@ -415,6 +421,10 @@ def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> N
     compared = judged(made, ours)
     assert (compared.answer, compared.remarks[0]) == ("differ", "A gradient differs.")
     assert compared.remarks[-1] == f"{left.format('baseline', 'target')}: v; --match pairs weights by value."
+    # Each rank may have the weights of a part of the model.
+    stages = [update(), update(gradients={"v": None})]
+    parts = judge_held_updates(made.repeats, [update()], stages, JudgingChoice(), None, {})
+    assert parts.remarks[-1] == f"{left.format('target', 'baseline')}: v; --match pairs weights by value."
     # A closure computes them within the step.
     within = update(gradients={"w": None, "v": None}, has_closure=True)
     assert not any("were not compared" in each for each in judged(made, within, update(has_closure=True)).remarks)
@@ -442,11 +452,13 @@ def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:
 
 
 def test_a_value_of_the_closures_first_call_does_not_follow_from_the_step() -> None:
-    def first(**changes: Any) -> bool:
-        frame = added_frame(rows(("h", None, 0.1), status="grafted"), {}, constant=1e-6).assign(label="culprit")
+    def first(kind: str | None = None, **changes: Any) -> bool:
+        frame = added_frame(rows(("h", kind, 0.1), status="grafted"), {}, constant=1e-6).assign(label="culprit")
         return held_updates._differs_in_first_call(Findings(frame.assign(**changes), 5.0, 1))
 
     assert first()
+    # So it is with a gradient of the model's values, and not with what the step writes.
+    assert [first(kind) for kind in ("grad", "param", "optimizer", "param_grad")] == [True, False, False, False]
     assert not first(occurrence=1)
     assert not first(ratio=1.0)
     assert not first(label="clean")
