@@ -666,3 +666,4 @@ def test_a_tensor_without_a_namesake_is_near_one_that_was_rounded_differently_al
             assert found["x"] is ours["y"]  # type: ignore[index]
     # An equal one is a partner, and no difference, whatever else is near.
     assert _unequal_numbers({"y": x, "z": moved, "w": moved}, {"x": x}, False) == {}
+    assert _unequal_numbers({"y": x, "z": moved}, {"x": x}, False) == {}

@@ -596,6 +596,10 @@ def test_a_function_is_found_in_a_file_of_the_users_folder_and_of_another_encodi
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "named.py").write_bytes("# coding: latin-1\ndef größe(): ...\ndef f(): ...\n".encode("latin-1"))
     assert function_in_file("~/named.py:f").path == str(tmp_path / "named.py")
+    # One that Python could not read either is refused with the reason.
+    (tmp_path / "named.py").write_bytes("def größe(): ...\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"named\.py is not valid Python: .*; fix it first"):
+        function_in_file("~/named.py:f")
 
 
 def test_a_function_may_be_a_method_of_a_class_in_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from kit.refusals import exactly
 
 from graftlab.comparison import functions, repeats
-from graftlab.comparison.answers import Comparison
+from graftlab.comparison.answers import Comparison, ComparisonStopped
 from graftlab.comparison.call_remarks import rounds_earlier
 from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import judge_held_calls
@@ -31,6 +32,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.float32_state import KnownState
 from graftlab.ranks.held_call import WEIGHT, HeldCall
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.ranks.holding import OfCall, repeat_call, widen_operators
@@ -674,6 +676,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     done = [each.args[0] for each in session.run.call_args_list]
     assert done[next(place for place, each in enumerate(done) if is_in_float64(each)) - 1] == narrow_again
     assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
+    Repeats(session).in_float32(JudgingChoice(floor=1e-3), is_first=True)
+    assert judge.call_args.args[1].floor == 1e-3
     assert session.run.call_args.args == (narrow_again, narrow_again)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
     answers[left] = ([[]], [["bfloat16"]])
@@ -698,6 +702,41 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     answers[numbers], answers[left], moved = ([{"x": ONES}], [{"x": MANY}]), ([[]], [[]]), {"cos", f"cos{WEIGHT}"}
     Repeats(session).in_float32(JudgingChoice(), is_first=True, rounded_otherwise=["cos"], explain=False)
     assert judge.call_args.args[1].explain is False
+
+
+def test_state_that_is_known_in_float32_is_kept_and_moved_only_with_constants_that_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    third = torch.full((2,), 1 / 3).bfloat16()
+    answers: dict[Any, Any] = {
+        OfCall(HeldCall.numbers): ([{"x": ONES}], [{"x": ONES, "cache": third}]),
+        OfCall(HeldCall.known_state): (
+            [KnownState(unchanged=frozenset("x"))],
+            [KnownState(unchanged=frozenset("x"), in_float32=frozenset({"cache"}))],
+        ),
+        # The target has the weight in float32, and by another name.
+        OfCall(HeldCall.dtypes): (
+            [{f"w{WEIGHT}": torch.bfloat16, f"v{WEIGHT}": torch.float16}],
+            [{f"W{WEIGHT}": torch.float32}],
+        ),
+    }
+
+    def run(baseline: Any, target: Any) -> Any:
+        ours, theirs = answers.get(baseline, ([None], [None]))
+        return SimpleNamespace(baseline=ours, target=theirs)
+
+    def pairings(side: str, path: str, tags: object) -> list[Any]:
+        return [SimpleNamespace(baseline_name="w", target_name="W")] if (side, path) == ("target", "W") else []
+
+    session = Mock(ranks=[1, 2], closed=False, folder=tmp_path, plan=SimpleNamespace(pairings=pairings))
+    session.run.side_effect = run
+    monkeypatch.setattr(repeats, "judge", Mock(return_value=Verdict(found("a"), 3)))
+    for otherwise, moved in (((), set()), (["cos"], {"cos", f"cos{WEIGHT}", "cache"})):
+        session.run.reset_mock()
+        Repeats(session).in_float32(JudgingChoice(), is_first=False, rounded_otherwise=otherwise)
+        (ours, theirs) = next(each.args for each in session.run.call_args_list if isinstance(each.args[0], partial))
+        assert (ours.args[:2], ours.args[3:], ours.keywords) == (([{}], {}), (2,), {"kept": frozenset()})
+        assert (theirs.args[:2], theirs.args[3:]) == (([{}], {f"W{WEIGHT}": torch.bfloat16}), (2, {"cache"}, moved))
 
 
 def is_in_float64(each: object) -> bool:
@@ -1004,6 +1043,25 @@ def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any
     assert any(
         "computes in bfloat16: its results differ by up to 0.002 (rel_l2) from" in each for each in comparison.remarks
     ) == bool(own)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), ComparisonStopped),
+        (SystemExit(), SystemExit),
+        (RunError("it died"), RunError),
+        (None, None),
+    ],
+)
+def test_a_comparison_that_ends_early_leaves_no_session(
+    error: BaseException | None, raised: type[BaseException] | None
+) -> None:
+    session = Mock()
+    with contextlib.nullcontext() if raised is None else pytest.raises(raised), functions._closed_on_failure(session):
+        if error is not None:
+            raise error
+    assert session.close.called is (error is not None)
 
 
 def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

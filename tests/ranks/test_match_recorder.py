@@ -166,8 +166,9 @@ def test_a_weight_whose_memory_was_released_has_no_value(monkeypatch: pytest.Mon
         kept = values(found)["w[kind=param]"] if send else recorded_value("w[kind=param]")
         assert kept is not None
     # As FSDP does after the forward pass of a module.
-    whole.untyped_storage().resize_(4 * offset)
-    assert recorded_value("w[kind=param]") is None
+    for left in (15, offset):
+        whole.untyped_storage().resize_(4 * left)
+        assert recorded_value("w[kind=param]") is None
     whole = torch.arange(16.0)
     weight = whole[offset:]
     found = record(lambda: (tap_weight("w", weight), whole.untyped_storage().resize_(0)))

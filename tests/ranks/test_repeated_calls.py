@@ -33,6 +33,7 @@ from graftlab.ranks.holding import (
     hold,
     prepare_once,
     widen_call,
+    widen_operators,
 )
 from graftlab.ranks.stored_numbers import samples_of
 from graftlab.ranks.widening import TrialOfRanks
@@ -195,6 +196,9 @@ def test_a_call_is_described_with_what_behaves_as_in_training() -> None:
     assert described() == (("0", "2"), True)
     model.eval()
     assert described() == ((), False)
+    # One of the models that a call calls is enough.
+    both: dict[str, nn.Module] = {"a.": nn.Linear(2, 2), "b.": model}
+    assert HeldCall(lambda: torch.ones(2), both, {}, WatchChoice()).describe().is_training
     drop = nn.Dropout(0.5)
     assert of(lambda: drop(torch.ones(2)), drop).describe().in_training == ("Dropout",)
 
@@ -706,6 +710,11 @@ def test_too_many_constants_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     assert of(lambda: None, model).constants().keys() == {"table"}
     monkeypatch.setattr(held_call, "_MOST_NUMBERS", 7)
     assert of(lambda: None, model).constants() == {}
+    # With them goes what code holds.
+    stored = torch.full((2,), 1 / 3).bfloat16()
+    for most, count in ((12, 2), (11, 0)):
+        monkeypatch.setattr(held_call, "_MOST_NUMBERS", most)
+        assert len(of(lambda: stored * 2.0, model).constants()) == count
 
 
 def test_a_description_names_the_taps_of_what_modules_return() -> None:
@@ -793,6 +802,10 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
         monkeypatch.setattr(holding, "here", partial(SimpleNamespace, rank=rank, world_size=size))
         widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"}, {"table"})
     assert asked == [(first, {}, False, 3, {"cache"}, {"table"}), (second, {}, True, 3, {"cache"}, {"table"})]
+    held: Any = Mock(spec=HeldCall)
+    hold(held)
+    assert widen_operators(first, {"x": torch.bfloat16}, {"cache"}, {"table"}) is held.widen_operators.return_value
+    held.widen_operators.assert_called_once_with(first, {"x": torch.bfloat16}, {"cache"}, {"table"})
 
 
 def test_arguments_are_named_by_place_or_keyword() -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kit.deadline import DEADLINE
@@ -54,6 +55,24 @@ def test_unfinished_lines_are_sent_when_the_run_ends(stream: LabelledStream, sen
     assert sorted(sent) == ["no newline\n", "nor here\n"]
     stream.flush_lines()
     assert len(sent) == 2
+
+
+def test_the_log_is_on_disk_when_a_run_ends_and_its_length_is_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed, looked = Mock(), Mock()
+    monkeypatch.setattr(streams, "shorten", looked)
+    monkeypatch.setattr(streams, "_CHARACTERS_TO_A_CHECK", 10)
+    stream = LabelledStream(flushed, lambda text: None)
+    lengths = []
+    for text in ("0123456789", "1\n", "2\n", "3456789\n", "4567\n"):
+        stream.write(text)
+        lengths.append(looked.call_count)
+    assert lengths == [0, 1, 1, 1, 2]
+    looked.assert_called_with(flushed)
+    flushed.flush.assert_not_called()
+    stream.flush_lines()
+    flushed.flush.assert_called_once_with()
 
 
 def test_lines_of_two_threads_are_not_torn(stream: LabelledStream, log: io.StringIO, sent: list[str]) -> None:

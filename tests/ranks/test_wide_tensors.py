@@ -38,6 +38,10 @@ def test_tensors_of_16_bits_have_their_values_in_float32_until_they_are_narrow_a
         assert [each.data_ptr() for each in (own, half, weight)] == memory
         assert weight.grad is None
     assert torch.equal(own, OWN)
+    # What the script has given a tensor since stays.
+    own.data = 2 * OWN
+    wide.narrow()
+    assert torch.equal(own, 2 * OWN)
 
 
 def test_known_numbers_replace_values_also_of_a_tensor_with_more_bits() -> None:
@@ -148,4 +152,6 @@ def test_numbers_are_moved_alike_by_at_most_four_roundings_and_masks_are_not(dty
     assert (moved < numbers).any()
     assert rounded_at_random(OWN, torch.bfloat16).dtype == torch.float32
     mask = torch.tensor([0.0, -torch.inf], dtype=dtype)
+    assert torch.equal(rounded_at_random(mask, dtype), mask.float())
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=dtype)
     assert torch.equal(rounded_at_random(mask, dtype), mask.float())
