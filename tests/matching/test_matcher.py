@@ -619,6 +619,57 @@ def test_a_trusted_pair_that_is_no_layer_of_a_rule_keeps_its_partner() -> None:
         ("h.2.m", "own"): "",
         ("h.2.m", "l.2.x"): "has the same values as own",
     }
+    # It says how far apart the values are now.
+    (own,) = proposal.of_target("own")
+    assert own.rel == pytest.approx(float((wrong - shared).norm() / shared.norm()), rel=1e-3)
+
+
+def test_pairs_that_are_replaced_leave_their_taps_to_others() -> None:
+    names = ("x", "y")
+    taken = [tap(name, values(4, 8, seed=n), n) for n, name in enumerate(names)]
+    found = matcher.Matcher(taken, [tap(f"t.{each.name}", each.value, n) for n, each in enumerate(taken)], None, None)  # type: ignore[arg-type]
+
+    def left() -> list[list[str]]:
+        return [[each.name for each in found.left(side)] for side in ("baseline", "target")]
+
+    found.add(Pair("x", "t.x"))
+    assert left() == [["y"], ["t.y"]]
+    found.replace_pairs([Pair("y", "t.x")])
+    assert left() == [["x"], ["t.y"]]
+    assert [found.has(name, "baseline") for name in names] == [False, True]
+    # A target's tap may have several parts, which come in the order in which they run.
+    pairs = [Pair("y", "t.x"), Pair("x", "t.y"), Pair("x", "t.x")]
+    assert [(each.baseline, each.target) for each in found.in_order(pairs)] == [
+        ("x", "t.x"),
+        ("y", "t.x"),
+        ("x", "t.y"),
+    ]
+
+
+def test_wholes_are_sought_anew_once_a_tap_has_a_partner() -> None:
+    """Those without a partner are tried first."""
+    small, large = tap("small", values(4, 8, seed=0), 0), tap("large", values(5, 8, seed=1), 1)
+    found = matcher.Matcher([small, large], [tap("t", values(3, 8, seed=2), 0)], None, None)
+    for expected in ((["small", "large"], {"small", "large"}), (["large", "small"], {"large"})):
+        for _ in range(2):
+            alone, wholes = found._possible_wholes("baseline", 24)
+            assert ([each.name for each in wholes], alone) == expected
+        found.add(Pair("small", "t"))
+
+
+def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> None:
+    """A module that passes on a grafted tensor shows the same values, and is paired by them."""
+    baseline, target = [], []
+    for n in range(3):
+        right, wrong = values(4, 8, seed=n), values(4, 8, seed=n + 50)
+        baseline.append(tap(f"h.{n}.m", right, n))
+        target += [tap(f"l.{n}.inner", wrong, 2 * n), tap(f"l.{n}.outer", right, 2 * n + 1)]
+    trusted = [Pair(f"h.{n}.m", f"l.{n}.inner", sureness="rule") for n in range(2)]
+    proposal = match_taps(baseline, target, trusted=trusted, guesses=False)
+    assert {pair.target: pair.baseline for pair in proposal.pairs if pair.target.startswith("l.2.")} == {
+        "l.2.inner": "h.2.m",
+        "l.2.outer": "h.2.m",
+    }
 
 
 def test_two_taps_that_are_swapped_in_one_layer_are_one_problem() -> None:
