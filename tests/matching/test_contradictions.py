@@ -171,6 +171,10 @@ def test_parts_of_a_fused_tensor_in_another_order_are_named_by_their_places() ->
     right = [pair("h.0.qkv", f"0.{name}_proj", of_three(index)) for index, name in enumerate("qkv")]
     assert other_roles(right) == []
     assert fused_parts(right) == {("h.0.qkv", f"0.{name}_proj"): ("h.0.qkv", name) for name in "qkv"}
+    # Parts may be written by any split, and be of different sizes.
+    sizes = ["part(index=0, of=[4, 4], dim=0)", "part(index=1, of=[4, 2, 2], dim=0)", "part(index=1, of=[6, 2], dim=0)"]
+    split = [pair("h.0.qkv", f"0.{name}_proj", text) for name, text in zip("qkv", sizes, strict=True)]
+    assert fused_parts(split) == fused_parts(right)
     # Of two of three parts the order is unknown.
     assert fused_parts(right[:2]) == {}
 
@@ -434,6 +438,8 @@ def test_rows_are_lacking_only_where_no_pair_finds_them() -> None:
     (found,) = said(rows(0, 1, -1, -1), rows(-1, 1, -1, 3))
     assert "1 of its 4 rows have no row of the baseline's" in found
     assert said(rows(0, 1, -1, -1), rows(0, 1, 2, 3)) == []
+    # Rows that the target lacks are no rows of its tap.
+    assert not any("have no row" in each for each in said(rows(0, 1, -1, -1), whole="target"))
 
 
 def test_dims_in_another_order_are_no_rows_in_another_order() -> None:

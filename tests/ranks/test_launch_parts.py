@@ -14,6 +14,7 @@ from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import pytest
 from kit.in_process import talking_ranks
@@ -133,6 +134,29 @@ def test_a_rank_that_cannot_be_started_leaves_no_socket(
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)
     assert [end.fileno() for each in pairs for end in each] == [-1] * 6
+
+
+@pytest.mark.parametrize("fails", ["second rank", "hello", None])
+def test_a_launch_that_fails_leaves_no_rank_and_the_notebook_keeps_no_descriptor(
+    fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, error = Mock(), KeyboardInterrupt() if fails == "hello" else OSError("no room")
+    done.start.side_effect = ["first", error if fails == "second rank" else "second"]
+    done.hellos.side_effect = error if fails == "hello" else None
+    for name, made in (("SharedDescriptors", done.shared), ("_start", done.start), ("_abandon", done.abandon)):
+        monkeypatch.setattr(launcher, name, made)
+    monkeypatch.setattr(launcher, "_await_hellos", done.hellos)
+    options: Any = SimpleNamespace(start_method="spawn", timeout=3.0)
+    given: Any = (options, tmp_path, "plan", ["a", "b"], ["cpu", "cpu"], "given up")
+    if fails is None:
+        assert launcher._launch(*given) == ["first", "second"]
+    else:
+        expected = LaunchError if fails == "second rank" else KeyboardInterrupt
+        with pytest.raises(expected, match="no room" if fails == "second rank" else None):
+            launcher._launch(*given)
+    left = ["first", "second"] if fails == "hello" else ["first"]
+    assert done.abandon.call_args_list == ([] if fails is None else [call(left)])
+    done.shared.return_value.release.assert_called_once_with()
 
 
 def test_collectives_stay_on_this_machine_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
