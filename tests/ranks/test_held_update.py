@@ -253,6 +253,8 @@ def test_weights_of_another_optimizer_are_neither_frozen_nor_tapped(model: nn.Li
     del other.param_groups[0]["params"][:]
     found = held.describe()
     assert (found.frozen, found.elsewhere) == (("bias",), ())
+    # A weight that no optimizer has needs no gradient.
+    assert found.without_gradient == ()
 
 
 class Watched:

@@ -733,6 +733,41 @@ def test_a_description_names_the_taps_of_what_modules_return() -> None:
     assert "mine" in of(taps_twice, model).describe().values
 
 
+def test_a_call_that_fails_in_float64_is_repeated_with_its_own_numbers_again() -> None:
+    model, x = net(), torch.ones(2)
+    model.cache = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    seen: list[torch.dtype] = []
+
+    def call() -> Tensor:
+        cache: Any = model.cache
+        seen.append(cache.dtype)
+        if cache.dtype != torch.bfloat16:
+            raise TypeError("a cache is of bfloat16")
+        return model(x * cache.to(x.dtype))  # type: ignore[no-any-return]
+
+    held = of(call, model, x=x)
+    plain = held()[""]
+    assert held.widen_operators({"cache": 2 * model.cache}) == "TypeError: a cache is of bfloat16"
+    assert torch.equal(held()[""], plain)
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert held.left_in_16_bits() == []
+
+
+@pytest.mark.parametrize("kept", [(), ("cache",)])
+def test_state_that_is_known_in_float32_is_read_only_where_it_is_kept(kept: tuple[str, ...]) -> None:
+    model, x = net(), torch.ones(2)
+    cache, wide = torch.full((2,), 1 / 3).bfloat16(), torch.full((2,), 5.0)
+    known = Float32State()
+    known.see("Sequential", {})
+    known.note({"cache": wide})
+    known.confirm({"cache": cache})
+    model.cache = cache  # type: ignore[assignment]
+    held = HeldCall(lambda: x * model.cache, {"": model}, {}, WatchChoice(), float32=known)
+    assert held.widen({}, {}, kept=kept) is None
+    assert held()[""].tolist() == (wide if kept else cache.float()).tolist()
+    held.end()
+
+
 def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:
     model = net()
     held = of(lambda: model(torch.ones(2)), model)
