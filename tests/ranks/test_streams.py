@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +12,9 @@ from unittest.mock import Mock
 import pytest
 from kit.deadline import DEADLINE
 from kit.mailboxes import eager_threads
+from kit.refusals import exactly
 
+from graftlab.errors import SessionError
 from graftlab.ranks import streams
 from graftlab.ranks.streams import LabelledStream
 
@@ -172,6 +175,19 @@ def test_a_long_log_keeps_its_beginning_and_its_end(
         log.flush()
         assert len(os.read(read, 9000)) == 3001
     os.close(read)
+
+
+def test_input_and_debuggers_are_refused_each_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", sys.stdin)
+    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
+    streams.refuse_input()
+    assert not sys.stdin.isatty()
+    for read in ("stdin.readline()", "stdin.read(1)", "stdin.readline(3)"):
+        for name, said in (("own", streams._INPUT), ("pdb", streams._DEBUGGER)):
+            with pytest.raises(SessionError, match=exactly(said)):
+                exec(read, {"__name__": name, "stdin": sys.stdin})
+    with pytest.raises(SessionError, match=exactly(streams._DEBUGGER)):
+        sys.breakpointhook(header="here")
 
 
 def test_the_stream_has_the_encoding_and_descriptor_of_its_log(tmp_path: Path) -> None:

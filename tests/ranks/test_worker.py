@@ -123,7 +123,12 @@ class Timers:
 
 def test_an_interrupt_is_raised_in_the_users_code_and_tried_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     timers = Timers(monkeypatch)
-    rank, done = made(lambda: rank.on_interrupt(signal.SIGINT, sys._getframe()))
+
+    def fire() -> None:
+        rank._grafter.interrupt_due = True
+        rank.on_interrupt(signal.SIGINT, sys._getframe())
+
+    rank, done = made(fire)
     # Between runs there is nothing to interrupt.
     rank._grafter.interrupt_due = False
     rank.on_interrupt(signal.SIGINT, sys._getframe())
