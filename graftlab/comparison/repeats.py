@@ -334,10 +334,10 @@ def dtypes_to_round(
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one value that was rounded differently, such as an encoder's result."""
+    """Whether two tensors are one value, perhaps rounded differently, such as an encoder's result."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return 0 < float((one.double() - other.double()).norm()) <= _NEAR * float(other.double().norm())
+    return float((one.double() - other.double()).norm()) <= _NEAR * float(other.double().norm())
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -124,7 +124,8 @@ class UnitsSoFar:
             several = sum(counts.values()) + made > 1
             parts.append(f"{listed(agreed)} agree{'' if several else 's'}")
         if self.results:
-            parts.append(f"{'and so do ' if parts else ''}the results of the next {counted(len(self.results), 'call')}")
+            following = "call" if len(self.results) == 1 else counted(len(self.results), "call")
+            parts.append(f"{'and so do ' if parts else ''}the results of the next {following}")
             parts[-1] += "" if len(parts) > 1 else " agree"
         unclear = [str(place + 1) for place in self.undecided if place < len(models)]
         said = [f"{first[0].upper()}{first[1:]}."] if (first := ", ".join(parts)) else []

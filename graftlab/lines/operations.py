@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -418,16 +418,21 @@ class OperationRecorder(UntracedMode):
         self, begun: _BegunOperation, args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with fed values replaced, except where the operation writes to them."""
-        number, replace = self.fed[begun.index]
+        # No function within this one that calls itself: it would keep what it uses until Python collects cycles.
         changed = {id(each) for each in begun.written}
+        return (
+            [self._fed(each, begun.index, changed) for each in args],
+            {name: self._fed(each, begun.index, changed) for name, each in given.items()},
+        )
 
-        def fed(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                is_wanted = id(value) not in changed and self._number(value) == number
-                return replace(value.clone()) if is_wanted else value
-            return type(value)(map(fed, value)) if type(value) in (list, tuple) else value
-
-        return [fed(each) for each in args], {name: fed(each) for name, each in given.items()}
+    def _fed(self, value: Any, index: int, changed: Collection[int]) -> Any:
+        if isinstance(value, torch.Tensor):
+            number, replace = self.fed[index]
+            is_wanted = id(value) not in changed and self._number(value) == number
+            return replace(value.clone()) if is_wanted else value
+        if type(value) in (list, tuple):
+            return type(value)(self._fed(each, index, changed) for each in value)
+        return value
 
     def begin_taps(self) -> None:
         """Note that taps begin: parameters written earlier are the model's, however it was built."""

@@ -627,6 +627,9 @@ def test_state_in_16_bits_on_one_side_may_explain_what_its_rounding_allows() -> 
         assert not looked(Widened(agrees, NARROW_STATE), found).may_be_rounding
     assert not looked(Widened(agrees), named(0.01)).may_be_rounding
     assert not looked(Widened(GraftError("it died"), NARROW_STATE), named(0.01)).may_be_rounding
+    # Where weights differ, whatever differs in float32 may follow from them.
+    apart = verdict(row("g", dtype="float32", label="culprit", ratio=9.0), OUTPUT, data=["The weights already differ."])
+    assert looked(Widened(apart, NARROW_STATE), found := named(0.01)) == CloserLook(found)
     # State that is an argument is an input.
     given = verdict(*named(0.01).frame.to_dict("records"), row("past@input"))
     assert looked(Widened(agrees, NARROW_STATE), given).may_be_rounding
@@ -663,3 +666,4 @@ def test_a_tensor_without_a_namesake_is_near_one_that_was_rounded_differently_al
             assert found["x"] is ours["y"]  # type: ignore[index]
     # An equal one is a partner, and no difference, whatever else is near.
     assert _unequal_numbers({"y": x, "z": moved, "w": moved}, {"x": x}, False) == {}
+    assert _unequal_numbers({"y": x, "z": moved}, {"x": x}, False) == {}

@@ -460,6 +460,11 @@ def test_an_interrupt_of_the_match_ends_the_comparison_with_the_pairs_so_far() -
     with pytest.raises(KeyboardInterrupt, match=exactly("1 of 2 taps of the target had a partner.")) as interrupt:
         judge_held_calls(repeats, [ours], [theirs], JudgingChoice())
     assert edits == [proposal], "the pairs stay"
+    # If an earlier call's pairs are known, these are counted, in the layouts that were found so far.
+    known, repeats.unfit_taps = Proposal((pair, Pair("b", "y"))), lambda: {"a"}
+    with pytest.raises(KeyboardInterrupt, match=exactly("2 of 2 taps of the target had a partner.")):
+        judge_held_calls(repeats, [ours], [theirs], JudgingChoice(), known)
+    assert [pair.target for pair in edits[1].pairs] == ["x", "y"]  # type: ignore[attr-defined]
     assert known_at(interrupt.value) == ["1 of 2 taps of the target had a partner."]
     assert known_at(WaitInterrupted("run 3 continues")) == []
     assert known_at(ComparisonStopped([])) == ["Nothing was judged yet."]
@@ -591,6 +596,10 @@ def test_a_function_is_found_in_a_file_of_the_users_folder_and_of_another_encodi
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "named.py").write_bytes("# coding: latin-1\ndef größe(): ...\ndef f(): ...\n".encode("latin-1"))
     assert function_in_file("~/named.py:f").path == str(tmp_path / "named.py")
+    # One that Python could not read either is refused with the reason.
+    (tmp_path / "named.py").write_bytes("def größe(): ...\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"named\.py is not valid Python: .*; fix it first"):
+        function_in_file("~/named.py:f")
 
 
 def test_a_function_may_be_a_method_of_a_class_in_the_file(tmp_path: Path) -> None:

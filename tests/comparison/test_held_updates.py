@@ -302,6 +302,12 @@ def test_copies_that_ranks_clip_differently_lack_no_reduction_and_parts_do() -> 
     clipped = found(copies["v"], copies["v"])
     assert not any("a reduction over the ranks is missing" in each for each in clipped.sentences)
     assert any("by different factors, 0.3 (rank 0), 0.2 (rank 1), as" in each for each in clipped.sentences)
+    # A rank that changes each gradient by a factor of its own has none, and a list without it would be misread.
+    mixed = description({"w": 0.3 * whole, "v": 0.9 * copies["v"]}, copies)
+    known = [description({name: factor * each for name, each in copies.items()}, copies) for factor in (0.3, 0.2)]
+    rows = [row("w", rank, 0.5 * whole, factor * whole) for rank, factor in enumerate((0.3, 0.3, 0.2))]
+    said = judge_gradients(rows, [description(copies)], [known[0], mixed, known[1]], {}).sentences
+    assert not any("by different factors" in each for each in said)
     unreduced = found(*parts)
     assert unreduced.sentences[0].startswith("The target's ranks 0-1 sum to the baseline's gradient of v, and each has")
 
@@ -463,8 +469,10 @@ def test_gradients_that_only_optimizers_show_have_no_words_on_their_origin() -> 
 
 def test_summands_may_be_alike_on_some_ranks_and_have_one_shape() -> None:
     one, other = drawn(0), drawn(1)
-    found = gradients_of_ranks([one, one, other], 2 * one + other)
-    assert found.sentences[0].startswith("The target's ranks 0-2 sum to the baseline's gradient of w")
+    # A rank whose rows are nearly all padding has nearly nothing, and another one nearly all.
+    for parts, ranks in (([one, one, other], "0-2"), ([one, 1e-4 * other], "0-1")):
+        found = gradients_of_ranks(parts, torch.stack(parts).sum(0))
+        assert found.sentences[0].startswith(f"The target's ranks {ranks} sum to the baseline's gradient of w")
     whole = one + other
     ranks = [description({"w": one}), description({"w": other[:32]})]
     rows = [row("w", 0, whole, one), row("w", 1, whole, other)]
@@ -493,6 +501,10 @@ def test_gradients_are_judged_by_those_of_an_agreeing_call() -> None:
     args = [row("w", 0, whole, moved)], [description({"w": whole})], [description({"w": moved})]
     assert judge_gradients(*args, {"w": 5e-4}).sentences == ()
     assert judge_gradients(*args, {}).named == ("w",)
+    # The model may compute in 16 bits between weights of 32 bits, on either side.
+    narrow = [replace(description({"w": each}), of_results=samples(out=whole.bfloat16())) for each in (whole, moved)]
+    for sides in ((narrow[0], args[2][0]), (args[1][0], narrow[1])):
+        assert judge_gradients(args[0], *([each] for each in sides), {}).named == ()
 
 
 @pytest.mark.parametrize(
@@ -536,7 +548,10 @@ def test_a_gradient_that_differs_on_several_ranks_is_one_of_those_that_do(of: in
     ours = {f"w{n}": torch.randn(4096, generator=draw).bfloat16() for n in range(of)}
     theirs = {**ours, "w0": (ours["w0"].float() + 0.03 * torch.randn(4096, generator=draw)).bfloat16()}
     rows = [{**row(name, rank, ours[name], theirs[name]), "dtype": "bfloat16"} for rank in range(2) for name in ours]
+    rows[of] |= {"rel_l2": 0.025}
     found = judge_gradients(rows, [description(ours)], [description(theirs)] * 2, {})
+    # It is as far apart as on the rank where it is furthest.
+    assert found.rounding.startswith("The gradients of w0 (rel_l2 0.03) differ by") is is_rounding
     assert bool(found.rounding) is is_rounding
 
 
@@ -684,6 +699,10 @@ def test_of_several_gradients_that_differ_the_furthest_comes_first() -> None:
     rows = [row(name, 0, ours[name], theirs[name]) for name in ours]
     (said, *_) = judge_gradients(rows, [description(ours)], [description(theirs)], {}).sentences
     assert [said.index(f" {name} (") for name in ("b", "c", "a")] == sorted(said.index(f" {n} (") for n in "abc")
+    # On several ranks each is as far apart as on the one where it is furthest.
+    rows = [{**row("a", rank, ours["a"], drawn(9)), "rel_l2": apart} for rank, apart in enumerate((0.3, 0.9, 0.5))]
+    (said, *_) = judge_gradients(rows, [description(ours)], [description({"a": drawn(9)})] * 3, {}).sentences
+    assert said == "The gradient of a (rel_l2 0.9) differs."
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.25, 0.5), (0.5, 0.25)])
@@ -769,6 +788,17 @@ def test_a_single_number_beside_other_results_shows_a_factor_only_if_it_is_a_cou
     assert any("begin differ: 1 on the baseline, 3 on" in each for each in found.sentences) is (factor == 1.93)
     is_count = factor != 1.93
     assert any(f"results are {factor:g} times" in each for each in found.sentences) is is_count, found.sentences
+
+
+@pytest.mark.parametrize(("dtype", "agree"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_factor_of_the_results_gradients_is_one_beyond_their_rounding(dtype: torch.dtype, agree: bool) -> None:
+    whole, result = drawn(0), drawn(1).to(dtype)
+    ours, theirs = (
+        replace(description({"w": scale * whole}), of_results=samples(x=each))
+        for scale, each in ((1.0, result), (1.5, (1.004 * result.float()).to(dtype)))
+    )
+    said = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {}).sentences
+    assert ("The gradients of the loss with respect to the model's results agree." in said) is agree
 
 
 def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
@@ -872,6 +902,11 @@ def test_moments_in_factors_are_paired_only_for_weights_that_are_alike(layout: s
     found = _pairs_of_states([PairRule("w", "W", layout)], ours, theirs)
     factors = [PairRule("w.row_var", "W.row_var")] if layout == "same" else []
     assert found == [*factors, PairRule("w.step", "W.step")]
+    # One side may keep in factors what the other has whole.
+    whole = replace(ours, states={"w": {**states, "row_var": (3, 3)}})
+    assert _pairs_of_states([PairRule("w", "W", layout)], whole, theirs) == [PairRule("w.step", "W.step")]
+    turned = replace(theirs, states={"W": whole.states["w"]})
+    assert _pairs_of_states([PairRule("w", "W", layout)], ours, turned) == [PairRule("w.step", "W.step")]
 
 
 def test_a_description_has_the_states_that_the_first_step_makes() -> None:
@@ -897,13 +932,15 @@ def test_inputs_that_could_not_be_grafted_are_named_once() -> None:
 
 def losses_found(ours: list[list[float]], theirs: list[list[float]], factor: float = 1.0, scale: float = 1.0) -> str:
     """What is said of these losses of the ranks' backward passes, whose gradients agree after the division."""
-    whole = drawn(0)
+    whole, zeros = drawn(0), torch.zeros(64)
 
     def ranks(losses: list[list[float]], times: float) -> list[UpdateDescription]:
-        each = description({"w": whole}, {"w": times * whole})
+        # That a gradient of zeros has no factor says nothing of the others.
+        each = description({"w": whole, "z": zeros}, {"w": times * whole, "z": zeros})
         return [replace(each, losses=tuple(own), scale=scale if losses is theirs else 1.0) for own in losses]
 
     rows = [row("w", rank, whole, whole) for rank in range(len(theirs))]
+    rows += [{**row("z", rank, zeros, zeros), "rel_l2": 0.0} for rank in range(len(theirs))]
     found = judge_gradients(rows, ranks(ours, 1.0), ranks(theirs, factor), {})
     lacks = any(not each for each in (*ours, *theirs))
     assert any(each.startswith("the losses, because") for each in found.unseen) is lacks
@@ -1029,6 +1066,9 @@ def test_pairs_of_calls_give_way_to_equal_names_of_weights_in_an_update() -> Non
     pairs = [PairRule("model.w", "w"), PairRule("model.v", "v"), PairRule("model.norm", "norm")]
     assert _with_names_of_updates(pairs, ours, whole) == pairs[2:]
     assert _with_names_of_updates(pairs, ours, of_part) == pairs
+    # Weights that are swapped have their names on both sides, and values that pair them.
+    swapped = [PairRule("model.w", "model.v"), PairRule("model.v", "model.w")]
+    assert _with_names_of_updates(swapped, ours, whole) == swapped
     # A weight of calls that no update of the target has keeps its pair.
     only_ours = [PairRule("head", "out")]
     assert _with_names_of_updates(only_ours, ours, of_part) == only_ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from kit.refusals import exactly
 
 from graftlab.comparison import functions, repeats
-from graftlab.comparison.answers import Comparison
+from graftlab.comparison.answers import Comparison, ComparisonStopped
 from graftlab.comparison.call_remarks import rounds_earlier
 from graftlab.comparison.functions import compare_with_compiled
 from graftlab.comparison.held_calls import judge_held_calls
@@ -32,6 +33,7 @@ from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.plan.pairs import PairRule
 from graftlab.ranks.call_description import CallDescription
+from graftlab.ranks.float32_state import KnownState
 from graftlab.ranks.held_call import WEIGHT, HeldCall
 from graftlab.ranks.held_functions import FunctionInFile, define_call
 from graftlab.ranks.holding import OfCall, repeat_call, widen_operators
@@ -173,6 +175,14 @@ def test_results_without_a_row_in_common_differ(
             "All values that were compared agree, the last of them a; from q on, the baseline's values have no "
             "partner, so the difference arises there.",
         ]
+
+
+def test_inputs_that_are_rounded_results_of_an_earlier_call_are_no_difference() -> None:
+    given, without = found("x@input", label="culprit"), found("x@input")
+    inherited: Any = Mock(without_earlier_results=Mock(return_value=without))
+    comparison = judge_held_calls(Runs(given), [held()], [held()], JudgingChoice(), None, inherited)  # type: ignore[arg-type]
+    assert (comparison.answer, comparison.findings) == ("agree", without)
+    inherited.without_earlier_results.assert_called_once_with(given)
 
 
 def test_pairs_that_contradict_each_other_where_all_agrees_prove_nothing() -> None:
@@ -359,8 +369,11 @@ def test_results_with_rows_in_other_orders_agree_only_if_the_rows_are_equal() ->
 
 def test_a_call_that_raises_on_one_side_is_not_cleared_by_the_taps_before() -> None:
     """Also if no run of the verdict raises."""
-    for calls in ((held(raises="ValueError"), held()), (held(), held(raises="ValueError"))):
-        assert Runs(found("a", "b")).judge(*calls).answer == "inconclusive"
+    raises = held(raises="ValueError")
+    for calls in ((raises, held()), (held(), raises), (held(), [held(), raises]), ([held(), raises], held())):
+        runs = Runs(found("a", "b"))
+        assert runs.judge(*calls).answer == "inconclusive"
+        runs.session.run.assert_not_called()
         assert Runs(found("a", label="culprit")).judge(*calls).answer == "differ"
     # If both raise, nothing is judged.
     runs = Runs(found("a", "b"))
@@ -464,7 +477,8 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     assert said[0] == answer
     merged = "Weights of 0.q have no partner, as where the target has merged them with others."
     assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
-    # A verdict may name the tap as the target does.
+    # A verdict may name the tap as the target does, which may have several partners.
+    proposal = replace(proposal, pairs=(*proposal.pairs, Pair("0.p", "x")))
     wide = Verdict(found("x", label=label, ratio=9.0, added=added), 5)
     assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
 
@@ -494,14 +508,18 @@ def test_a_module_beside_the_named_one_may_have_been_folded_into_it() -> None:
         (0.0012, "rope.cs[kind=param]", {}, "differ"),
         (0.004, "rope.cs", {}, "differ"),
         (0.004, "rope.cs[kind=param]", {"unexplained": ["The outputs differ."]}, "differ"),
+        (0.004, "rope.cs[kind=param]", {"data": ["The weights already differ."], "weights_lent": True}, "differ"),
     ],
 )
 def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
     moved: float, alone: str, parts: dict[str, Any], answer: str
 ) -> None:
     wide, other = (
-        Verdict(found("attn.o", label="culprit", ratio=9.0, added=added, **parts), 5) for added in (0.001, moved)
+        Verdict(found("attn.o", "attn.o", label="culprit", ratio=9.0, added=added, **parts), 5)
+        for added in (0.001, moved)
     )
+    # Of several calls the one that is moved furthest counts.
+    other.frame.loc[0, "added"] = 0.0
     proposal = Proposal((Pair("attn.o", "x"),), {}, {alone: "no baseline tap has its values"})
     runs = Runs(found(dtype="bfloat16"), match=proposal)
     runs.in_float32 = Mock(side_effect=[wide, other])
@@ -510,7 +528,8 @@ def test_what_rounds_on_the_target_alone_may_explain_only_what_it_moves(
     begins = "The target alone has rope.cs, in 16 bits. With other roundings of it, what follows differs by several "
     assert any(each.startswith(begins) for each in comparison.remarks) is (answer == "inconclusive")
     if answer == "inconclusive":
-        assert runs.in_float32.call_args.kwargs["rounded_otherwise"] == ["rope.cs"]
+        looks = [{"is_first": True}, {"is_first": True, "rounded_otherwise": ["rope.cs"], "explain": False}]
+        assert [each.kwargs for each in runs.in_float32.call_args_list] == looks
 
 
 @pytest.mark.parametrize("looked_in", ["float32", "float64"])
@@ -626,7 +645,8 @@ def test_a_choice_that_rounding_may_have_changed_is_judged_in_float32(
 ) -> None:
     place = {"group": "a", "side": "target", "confirmed": True, "stack": ("moe.py:76",)}
     line: Any = SimpleNamespace(**place, operation="max(bf16[1, 4], dim=-1)", chooses=chooses)
-    narrow = found("a", dtype=dtype, label="culprit", lines=[line])
+    later: Any = SimpleNamespace(**place, operation="topk(bf16[1, 4], 2)", chooses=chooses)
+    narrow = found("a", dtype=dtype, label="culprit", lines=[line, later])
     runs = Runs(narrow, Mock() if wide is None else Verdict(wide, 5))
     comparison = runs.judge(held(), held())
     assert comparison.answer == answer
@@ -739,6 +759,8 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     done = [each.args[0] for each in session.run.call_args_list]
     assert done[next(place for place, each in enumerate(done) if is_in_float64(each)) - 1] == narrow_again
     assert judge.call_args.args[1].floor == DEFAULT_NOISE_FLOOR
+    Repeats(session).in_float32(JudgingChoice(floor=1e-3), is_first=True)
+    assert judge.call_args.args[1].floor == 1e-3
     assert session.run.call_args.args == (narrow_again, narrow_again)
     # What still rounds to 16 bits, as writes into a cache do, would be taken for a mistake.
     answers[left] = ([[]], [["bfloat16"]])
@@ -763,6 +785,41 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     answers[numbers], answers[left], moved = ([{"x": ONES}], [{"x": MANY}]), ([[]], [[]]), {"cos", f"cos{WEIGHT}"}
     Repeats(session).in_float32(JudgingChoice(), is_first=True, rounded_otherwise=["cos"], explain=False)
     assert judge.call_args.args[1].explain is False
+
+
+def test_state_that_is_known_in_float32_is_kept_and_moved_only_with_constants_that_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    third = torch.full((2,), 1 / 3).bfloat16()
+    answers: dict[Any, Any] = {
+        OfCall(HeldCall.numbers): ([{"x": ONES}], [{"x": ONES, "cache": third}]),
+        OfCall(HeldCall.known_state): (
+            [KnownState(unchanged=frozenset("x"))],
+            [KnownState(unchanged=frozenset("x"), in_float32=frozenset({"cache"}))],
+        ),
+        # The target has the weight in float32, and by another name.
+        OfCall(HeldCall.dtypes): (
+            [{f"w{WEIGHT}": torch.bfloat16, f"v{WEIGHT}": torch.float16}],
+            [{f"W{WEIGHT}": torch.float32}],
+        ),
+    }
+
+    def run(baseline: Any, target: Any) -> Any:
+        ours, theirs = answers.get(baseline, ([None], [None]))
+        return SimpleNamespace(baseline=ours, target=theirs)
+
+    def pairings(side: str, path: str, tags: object) -> list[Any]:
+        return [SimpleNamespace(baseline_name="w", target_name="W")] if (side, path) == ("target", "W") else []
+
+    session = Mock(ranks=[1, 2], closed=False, folder=tmp_path, plan=SimpleNamespace(pairings=pairings))
+    session.run.side_effect = run
+    monkeypatch.setattr(repeats, "judge", Mock(return_value=Verdict(found("a"), 3)))
+    for otherwise, moved in (((), set()), (["cos"], {"cos", f"cos{WEIGHT}", "cache"})):
+        session.run.reset_mock()
+        Repeats(session).in_float32(JudgingChoice(), is_first=False, rounded_otherwise=otherwise)
+        (ours, theirs) = next(each.args for each in session.run.call_args_list if isinstance(each.args[0], partial))
+        assert (ours.args[:2], ours.args[3:], ours.keywords) == (([{}], {}), (2,), {"kept": frozenset()})
+        assert (theirs.args[:2], theirs.args[3:]) == (([{}], {f"W{WEIGHT}": torch.bfloat16}), (2, {"cache"}, moved))
 
 
 def is_in_float64(each: object) -> bool:
@@ -881,10 +938,15 @@ def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:
     assert (smaller.answer, smaller.has_other_batch) == ("inconclusive", True)
     assert remarks[0].startswith("The calls have batches of different sizes, 4 on the baseline and 2 on the target")
     assert not Runs(found("a", "output"), match=proposal).judge(held(), narrower).has_other_batch
+    # Code that differs from equal values does so in any batch.
+    named = Runs(found("a", label="culprit"), match=proposal).judge(held(), held(ONES[:2]))
+    assert (named.answer, named.has_other_batch) == ("differ", False)
+    assert named.remarks == ("The returned value has the shape [4, 3] on the baseline and [2, 3] on the target.",)
     # An input that is a part of the other side's: as where one side computes both halves of a batch in turn.
     row = PairRule("x[kind=input]", "z[kind=input]", "part(0, of=[2, 2])")
     with_inputs.frame["name"] = [name.removesuffix("@input") for name in with_inputs.frame["name"]]
-    assert judged(held(), held(ONES[:2]), with_inputs, match=proposal)[0] == "differ"
+    for pairs in ([], [replace(row, baseline="a", target="a")]):
+        assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=pairs)[0] == "differ"
     assert judged(held(), held(ONES[:2]), with_inputs, match=proposal, pairs=[row]) == ("inconclusive", remarks)
 
 
@@ -901,6 +963,9 @@ def test_results_of_calls_with_other_tokens_prove_nothing_unless_code_is_named()
     assert compared.remarks[0].startswith("The calls are given different tokens, 3 on the baseline and 5 on the target")
     named = Runs(found(label="culprit"), match=proposal, pairs=[rows]).judge(step, chunk)
     assert (named.answer, named.has_other_batch) == ("differ", False)
+    # So do weights that differ.
+    apart = Runs(found(data=["The weights already differ."]), match=proposal, pairs=[rows]).judge(step, chunk)
+    assert (apart.answer, apart.has_other_batch) == ("differ", False)
     # Where rows keep their places, the sides are given the same batch.
     assert Runs(unexplained, match=proposal).judge(step, chunk).answer == "differ"
 
@@ -947,6 +1012,11 @@ def test_a_backward_pass_is_included_or_its_absence_explained() -> None:
         runs.add_backward.return_value = fails
         assert runs.judge(needs, target).remarks[-1] == f"Not checked: {said}"
         assert runs.add_backward.called is (said == after or "repeated" in said)
+    # Several ranks of the target may have parts of a gradient, if there is one.
+    for target, may_have in (([needs], False), ([needs, needs], True), ([held(), held()], False)):
+        runs = Runs(found(), match=Proposal(()))
+        runs.judge(needs, target)
+        assert runs.verdict.call_args.kwargs == {"gradient_parts": may_have}
 
 
 # ---- a compiled form ------------------------------------------------------------------------------------------------
@@ -1058,6 +1128,25 @@ def test_a_target_in_16_bits_is_held_to_its_own_rounding_by_a_recording(own: Any
     ) == bool(own)
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt(), ComparisonStopped),
+        (SystemExit(), SystemExit),
+        (RunError("it died"), RunError),
+        (None, None),
+    ],
+)
+def test_a_comparison_that_ends_early_leaves_no_session(
+    error: BaseException | None, raised: type[BaseException] | None
+) -> None:
+    session = Mock()
+    with contextlib.nullcontext() if raised is None else pytest.raises(raised), functions._closed_on_failure(session):
+        if error is not None:
+            raise error
+    assert session.close.called is (error is not None)
+
+
 def test_weights_are_tapped_unless_the_baseline_is_a_recording_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weight would be listed as a tap that the recording lacks."""
     session = Mock()
@@ -1151,7 +1240,7 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
     elsewhere[1, 0] += 1
     given = held(whole_numbers={"['attention_mask']": mask, "['ids']": torch.arange(6).reshape(2, 3)})
 
-    def said(given: Any = given, **pairs: torch.Tensor | None) -> list[str]:
+    def said(given: Any = given, target: Any = None, **pairs: torch.Tensor | None) -> list[str]:
         shown = {
             name: ShownMap(
                 name,
@@ -1161,9 +1250,10 @@ def test_a_difference_in_padding_alone_is_stated_first(dtype: torch.dtype, paddi
             for name, other in pairs.items()
         }
         findings = replace(found(*pairs, label="culprit"), maps=shown)
-        return [each for each in judged(given, given, findings)[1] if "masks by zeros" in each]
+        return [each for each in judged(given, target or given, findings)[1] if "masks by zeros" in each]
 
-    (sentence,) = said(attn=theirs) or [""]
+    # The target may pack its rows, and have no mask.
+    (sentence,) = said(attn=theirs, target=held()) or [""]
     if padding:
         # Numbers other than zeros and ones are no mask.
         assert sentence == ""

@@ -154,7 +154,7 @@ def test_calls_updates_and_results_that_agree_are_counted(turns: Any) -> None:
     turns._so_far.results = []
     assert turns._so_far.agreed() == "1 update of the weights agrees."
     turns._so_far.updates, turns._so_far.results = 0, ["Net"]
-    assert turns._so_far.agreed() == "The results of the next 1 call agree."
+    assert turns._so_far.agreed() == "The results of the next call agree."
     turns._so_far.undecided, turns._so_far.models = (
         {0: compared("inconclusive"), 1: compared("inconclusive")},
         ["Net", "Net"],

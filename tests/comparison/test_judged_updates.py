@@ -92,9 +92,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         labels = labelled(frame, named, made.following, {}, 5.0)
         rounding = RoundingGroups(tuple(made.rounding))
         more = {"data": made.data, "following": made.following, "rounding": rounding, "lines": made.lines}
+        more["inputs"] = made.inputs
         return Verdict(Findings(labels, 5.0, 1, **more), 3)
 
-    made.taps, made.lines = [("w", "param")], []
+    made.taps, made.lines, made.inputs = [("w", "param")], [], ["w@optimizer"]
     made.repeats = SimpleNamespace(session=session, verdict=verdict, in_place=True)
     return made
 
@@ -142,6 +143,7 @@ def test_pairs_of_calls_are_in_force_again_after_an_update_that_names_pair(made:
     with pytest.raises(RunError, match=exactly("stopped")):
         judged(made, *updates)
     assert edited[2:] == [{"pairs": []}, *([] if closed else [{"pairs": (pair,)}])]
+    assert made.done[-1] == "restored"
 
 
 def test_a_different_update_differs_from_equal_values(made: Any) -> None:
@@ -154,7 +156,7 @@ def test_a_different_update_differs_from_equal_values(made: Any) -> None:
     compared = judged(made)
     assert compared.remarks == ("A gradient differs.", "Not checked: one gradient.")
     assert compared.findings.data == ["The weights already differ"]
-    assert "w@param_grad" in compared.findings.inputs
+    assert compared.findings.inputs == ["w@optimizer", "w@param_grad"]
     assert compared.named == ["w@param_grad", "w@param"]
 
 
@@ -211,8 +213,16 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.done.clear()
     assert "The update of the weight w is computed differently" in judged(made).text
     assert compared.remarks[0].endswith("one update of them, and from equal weights and state it is a different one.")
+    # What is not a number on one side alone differs, though its distance is not known.
+    made.after = rows(("w", "param", 0.0), nonfinite_differ=1)
+    made.after = pd.concat([made.after, rows(*((name, "param", 0.0) for name in "uv"))], ignore_index=True)
+    made.done.clear()
+    compared = judged(made)
+    assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    # Where scripts are started for each run, the parts are not tried, and nothing is said of them.
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
-    assert judged(made).answer == "differ"
+    compared = judged(made)
+    assert (compared.answer, "From its ranks' own" in compared.text) == ("differ", False)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +267,7 @@ def test_rounding_beside_a_small_update_from_parts_is_neither_cleared_nor_blamed
     assert (compared.answer, compared.is_last) == (answer, answer == "inconclusive")
     assert compared.remarks[0].startswith("After the update v differs by more") is (answer == "inconclusive")
     assert compared.named == (["v@param"] if answer == "differ" else [])
+    assert bool((compared.findings.frame["ratio"] > compared.findings.threshold).any()) is (answer == "differ")
     # What the step adds up must be its parts, also where they are noise.
     divided = [each[1].method.keywords for each in made.done if isinstance(each, tuple) and each[0] is None]
     assert divided == [{"by": 2, "names": {"w", *small}}]
@@ -302,6 +313,13 @@ def test_a_weight_that_another_optimizer_updates_is_left_to_the_next_update(side
     assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
     mixed = [update(elsewhere=each, dtypes={"w": "float32", "v": "bfloat16"}) for each in (("w",), ())]
     assert judged(made, *(mixed if side == "baseline" else reversed(mixed))).left_to_next_update == ()
+    # So it is if only one side has such weights.
+    for sides in ((mixed[0], update()), (split, mixed[1])):
+        assert judged(made, *(sides if side == "baseline" else reversed(sides))).left_to_next_update == ()
+    # A weight whose gradient was not compared would not be judged by the next update either.
+    lacking = update(elsewhere=("w",), gradients={"w": None, "v": None})
+    compared = judged(made, *((lacking, None) if side == "baseline" else (None, lacking)))
+    assert (compared.answer, compared.left_to_next_update) == ("inconclusive", ())
     both = judged(made, split, split)
     assert (both.answer, both.left_to_next_update) == ("agree", ())
     # Rounding of earlier updates, or a small update that one side has not made.
@@ -321,6 +339,11 @@ def test_an_optimizer_without_the_state_that_the_other_one_has_is_named(side: st
         f"Before this update the {side}'s AdamW has no state of 1 weight (w), and the {other}'s has exp_avg and step."
     )
     assert (compared.answer, compared.remarks[0]) == ("differ", said)
+    # One that has some of its states has only fewer, as without amsgrad.
+    given = made.given
+    made.given = pd.concat([given, rows(("w.exp_avg_sq", "optimizer", 0.0))], ignore_index=True)
+    assert judged(made).answer == "agree"
+    made.given = given
     # A second optimizer has the state of its weights.
     split = update(elsewhere=("w",))
     assert judged(made, *((split, None) if side == "baseline" else (None, split))).answer == "inconclusive"
@@ -398,6 +421,10 @@ def test_weights_whose_gradients_have_no_partner_are_not_cleared(made: Any) -> N
     compared = judged(made, ours)
     assert (compared.answer, compared.remarks[0]) == ("differ", "A gradient differs.")
     assert compared.remarks[-1] == f"{left.format('baseline', 'target')}: v; --match pairs weights by value."
+    # Each rank may have the weights of a part of the model.
+    stages = [update(), update(gradients={"v": None})]
+    parts = judge_held_updates(made.repeats, [update()], stages, JudgingChoice(), None, {})
+    assert parts.remarks[-1] == f"{left.format('target', 'baseline')}: v; --match pairs weights by value."
     # A closure computes them within the step.
     within = update(gradients={"w": None, "v": None}, has_closure=True)
     assert not any("were not compared" in each for each in judged(made, within, update(has_closure=True)).remarks)
@@ -425,11 +452,13 @@ def test_a_closure_computes_its_gradients_in_the_step(made: Any) -> None:
 
 
 def test_a_value_of_the_closures_first_call_does_not_follow_from_the_step() -> None:
-    def first(**changes: Any) -> bool:
-        frame = added_frame(rows(("h", None, 0.1), status="grafted"), {}, constant=1e-6).assign(label="culprit")
+    def first(kind: str | None = None, **changes: Any) -> bool:
+        frame = added_frame(rows(("h", kind, 0.1), status="grafted"), {}, constant=1e-6).assign(label="culprit")
         return held_updates._differs_in_first_call(Findings(frame.assign(**changes), 5.0, 1))
 
     assert first()
+    # So it is with a gradient of the model's values, and not with what the step writes.
+    assert [first(kind) for kind in ("grad", "param", "optimizer", "param_grad")] == [True, False, False, False]
     assert not first(occurrence=1)
     assert not first(ratio=1.0)
     assert not first(label="clean")

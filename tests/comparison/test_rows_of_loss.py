@@ -48,6 +48,14 @@ def test_factors_of_rows_are_stated_if_they_explain_the_difference() -> None:
         "rows, such as tokens, differently."
     )
     assert said(given, factors * given + 0.01 * gradients(8, 4).T) == ""
+    # Rows that neither loss reads have no factor.
+    factors[0] = given[0] = 0
+    assert "has its own factor there (-0.5 to 2 times" in said(given, factors * given)
+    given[1] = 0
+    assert "has its own factor there (1 to 2 times" in said(given, factors * given)
+    # A factor of each row leaves less of any noise, here just enough of it, and only a little less than one of all.
+    square = gradients(8, 8)
+    assert said(square, square + 1.04e-3 * square.T) == ""
 
 
 @pytest.mark.parametrize("factor", [-1.0, 2.0])

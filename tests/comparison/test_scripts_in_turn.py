@@ -262,7 +262,7 @@ def test_of_several_ranks_the_first_stands_for_its_side(
     ranks = [(each, replace(each, number=each.number + 100, model="Other")) for each in calls(3)]
     theirs = [*ranks[:2], tuple(replace(each, plain=call(9).plain) for each in ranks[2])]
     (said,) = found.judge(ranks, theirs).remarks
-    assert said == "1 call of Net agrees, and so do the results of the next 1 call. In call 3, of Net:"
+    assert said == "1 call of Net agrees, and so do the results of the next call. In call 3, of Net:"
     assert [[each.number for each in pair] for pair in given[0]] == [[2, 2], [3, 3]]
 
 
@@ -343,7 +343,7 @@ def test_a_later_call_is_looked_at_where_scripts_could_be_started_again_and_were
 ) -> None:
     found = of_scripts(calls=2)
     found.started, found.seconds = SimpleNamespace(starts=0), 100.0
-    assert found.judge(calls(3)).remarks == ("2 calls of Net agree, and so do the results of the next 1 call.",)
+    assert found.judge(calls(3)).remarks == ("2 calls of Net agree, and so do the results of the next call.",)
 
 
 @pytest.mark.parametrize(("ties", "answer"), [((True, True), "agree"), ((True, False), "differ")])

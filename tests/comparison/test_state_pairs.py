@@ -60,6 +60,7 @@ def test_state_that_agreed_and_differs_later_is_named_with_the_call_that_left_it
         # Nothing that the target returns is state, and what both have under one name is compared like results.
         ({CACHE: drawn(1, 4, 8)}, {"['state']": drawn(1, 4, 8)}),
         ({STATE: drawn(1, 4, 8)}, {STATE: drawn(1, 4, 8)}),
+        ({STATE: drawn(1, 4, 8)}, {STATE: drawn(1, 4, 8), written_path("args[2]"): drawn(1, 4, 8)}),
     ],
 )
 def test_only_state_that_agrees_with_one_tensor_alone_is_paired(

@@ -28,6 +28,7 @@ from graftlab.matching.mistakes import (
     _odd_biases,
     _odd_kernels,
     _other_kinds,
+    misplaced,
     mistakes_of,
     notices_of,
     odd_transpositions,
@@ -171,6 +172,10 @@ def test_parts_of_a_fused_tensor_in_another_order_are_named_by_their_places() ->
     right = [pair("h.0.qkv", f"0.{name}_proj", of_three(index)) for index, name in enumerate("qkv")]
     assert other_roles(right) == []
     assert fused_parts(right) == {("h.0.qkv", f"0.{name}_proj"): ("h.0.qkv", name) for name in "qkv"}
+    # Parts may be written by any split, and be of different sizes.
+    sizes = ["part(index=0, of=[4, 4], dim=0)", "part(index=1, of=[4, 2, 2], dim=0)", "part(index=1, of=[6, 2], dim=0)"]
+    split = [pair("h.0.qkv", f"0.{name}_proj", text) for name, text in zip("qkv", sizes, strict=True)]
+    assert fused_parts(split) == fused_parts(right)
     # Of two of three parts the order is unknown.
     assert fused_parts(right[:2]) == {}
 
@@ -235,6 +240,19 @@ def test_a_parameter_with_the_values_of_another_kind_is_named() -> None:
     assert named(pair("a.weight", "b.weight"), pair("a.gamma", "b.weight"), pair("a.table", "b.weight")) == []
 
 
+def test_a_weight_with_the_values_of_another_role_and_layer_is_named_once() -> None:
+    queries = [pair(f"h.{n}.q_proj.weight", f"l.{n}.q_proj.weight") for n in (0, 3)]
+    mixed = [pair(f"h.{3 - n}.k_proj.weight", f"l.{n}.q_proj.weight") for n in (1, 2)]
+    found = misplaced([*queries, *mixed], [])
+    assert [(each.tap, each.text) for each in found] == [
+        (
+            f"l.{n}.q_proj.weight",
+            f"l.{n}.q_proj.weight is q by its name but has the values of h.{3 - n}.k_proj.weight, which is k",
+        )
+        for n in (1, 2)
+    ]
+
+
 def test_values_held_twice_are_named_where_one_of_that_shape_is_lacking() -> None:
     twice = [pair("0.q.w", "h.0.q.w"), pair("0.q.w", "h.1.q.w")]
     (found,) = _held_twice(twice, items("0.q.w", "1.q.w"))
@@ -261,6 +279,13 @@ def test_what_may_be_intended_is_a_notice() -> None:
     assert said == "half is only partly used: the target lacks 2 of 4 rows, 2 to 3, of it"
     # Of a target that is the whole, nothing is left out.
     assert notices_of([pair("x", "half", "part(index=0, of=[1, 1], dim=0)", whole="target")], given) == []
+
+
+def test_a_notice_on_a_weight_is_given_once_however_many_steps_its_layout_has() -> None:
+    (step,) = parse_layout("(a b) c -> (b a) c, b=2").steps
+    twice = Pair("x", "y", Layout((step, step)), sureness="exact")
+    (said,) = notices_of([twice, twice], {})
+    assert said.startswith("y is x with its rows or columns in a different order (")
 
 
 def test_mistakes_of_a_conversion_are_in_the_order_of_the_parameters() -> None:
@@ -434,6 +459,8 @@ def test_rows_are_lacking_only_where_no_pair_finds_them() -> None:
     (found,) = said(rows(0, 1, -1, -1), rows(-1, 1, -1, 3))
     assert "1 of its 4 rows have no row of the baseline's" in found
     assert said(rows(0, 1, -1, -1), rows(0, 1, 2, 3)) == []
+    # Rows that the target lacks are no rows of its tap.
+    assert not any("have no row" in each for each in said(rows(0, 1, -1, -1), whole="target"))
 
 
 def test_dims_in_another_order_are_no_rows_in_another_order() -> None:

@@ -190,8 +190,10 @@ def test_values_that_are_compared_are_not_dropped_to_fetch_the_other_ones(monkey
     )
     found = matcher.Matcher(mine, theirs, values.get, values.get)
     for each in mine:
+        of_extremes = each.lookup
         found._fetch_values(each)
         assert each.lookup is not None
+        assert each.lookup is not of_extremes
         found._memory.keep(each)
     match = found._find(mine[0], theirs[0])
     assert match is not None
@@ -215,6 +217,22 @@ def test_values_that_are_used_again_and_again_count_once(monkeypatch: pytest.Mon
     assert [each.value is None for each in (one, other, third)] == [True, False, False]
 
 
+def test_two_taps_that_are_compared_are_kept_however_large_and_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = [tap(name, values(16, 16, seed=n), n) for n, name in enumerate("abc")]
+    monkeypatch.setattr(matcher, "FETCHED", 1)
+    memory = matcher._LastUsed()
+    memory.fetched = {id(each) for each in taken}
+    held = []
+    for kept in (taken[:2], taken[2:]):
+        assert all(each.lookup is not None for each in kept)
+        memory.keep(*kept)
+        held.append([(each.value is not None, each.in_memory > 2 * 1024) for each in taken])
+    is_whole, is_dropped = (True, True), (False, False)
+    assert held == [[is_whole, is_whole, (True, False)], [is_dropped, is_dropped, is_whole]]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_several_wholes_with_the_same_rows_the_namesake_is_chosen(order: int) -> None:
     table = values(12, 8, seed=1)
@@ -228,6 +246,19 @@ def test_of_several_wholes_with_the_same_rows_the_namesake_is_chosen(order: int)
     assert [(pair.baseline, pair.layout.text) for pair in match.pairs] == [
         ("decoder.embedding.weight", "part(index=1, of=[2, 7, 3], dim=0)")
     ]
+
+
+def test_rows_of_equal_numbers_are_no_part_of_a_weight_with_such_rows() -> None:
+    table, rows = values(12, 8, seed=1), torch.zeros(5, 8)
+    table[4:9] = 0
+    found = matcher.Matcher(
+        [RecordedTap.of("table", table, digest=Digest.of(table))],
+        [RecordedTap.of("fresh", rows, digest=Digest.of(rows))],
+        None,
+        None,
+    )
+    found.match_rows()
+    assert found.pairs == []
 
 
 def test_a_recorder_keeps_copies_within_its_budget_and_counts_calls() -> None:
@@ -271,6 +302,24 @@ def test_kind_name_and_order_decide_between_equal_values() -> None:
     }
     assert "has the same values as" in proposal.of_target("again")[0].note
     assert proposal.order == {"baseline": ("norm", "drop", "fc"), "target": ("ln", "d", "again", "proj")}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        # That both kinds are unknown shows nothing.
+        (tap("h.0.mlp", X := values(4, 8, seed=1), 0, "Linear"), tap("h.0.mlp_norm", X, 1)),
+        # The same layout counts more than a few letters of the name.
+        (tap("g.0.mlp", X, 0), tap("h.0.mlp", X.T.contiguous(), 1)),
+        # Rounding does not decide, also if the other one is several times as near.
+        (tap("h.0.mlp", X * (1 + 9e-4), 0), tap("other", X * (1 + 2e-4), 1)),
+        (tap("h.0.mlp", X * (1 + 2e-4), 0), tap("other", X * (1 + 9e-4), 1)),
+    ],
+)
+def test_of_equal_values_those_of_the_likelier_place_are_chosen(right: RecordedTap, wrong: RecordedTap) -> None:
+    others = [tap(f"other.{n}", values(3, n + 9, seed=n), n + 2) for n in range(19)]
+    proposal = match_taps([right, wrong, *others], [tap("h.0.mlp", X, 0)], guesses=False)
+    assert [pair.baseline for pair in proposal.pairs] == [right.name]
 
 
 @pytest.mark.parametrize(("whole_kept", "part_kept"), [*itertools.product([True, False], repeat=2)])
@@ -555,6 +604,88 @@ def test_a_rule_keeps_its_partner_from_a_tap_that_has_the_same_values() -> None:
     ]
 
 
+def test_a_trusted_pair_that_is_no_layer_of_a_rule_keeps_its_partner() -> None:
+    """The rule of the other trusted pairs would give it to the tap that passes the graft on."""
+    shared, wrong = values(4, 8, seed=2), values(4, 8, seed=50)
+    baseline = [tap(f"h.{n}.m", values(4, 8, seed=n), n) for n in range(3)]
+    target = [tap("own", wrong, 0), *(tap(f"l.{n}.x", each.value, n + 1) for n, each in enumerate(baseline))]  # type: ignore[arg-type]
+    assert torch.equal(baseline[2].value, shared)  # type: ignore[arg-type]
+    trusted = [
+        Pair("h.2.m", "own", sureness="rule"),
+        *(Pair(f"h.{n}.m", f"l.{n}.x", sureness="rule") for n in range(2)),
+    ]
+    proposal = match_taps(baseline, target, trusted=trusted)
+    assert {(pair.baseline, pair.target): pair.note for pair in proposal.pairs if pair.baseline == "h.2.m"} == {
+        ("h.2.m", "own"): "",
+        ("h.2.m", "l.2.x"): "has the same values as own",
+    }
+    # It says how far apart the values are now.
+    (own,) = proposal.of_target("own")
+    assert own.rel == pytest.approx(float((wrong - shared).norm() / shared.norm()), rel=1e-3)
+
+
+def test_pairs_that_are_replaced_leave_their_taps_to_others() -> None:
+    names = ("x", "y")
+    taken = [tap(name, values(4, 8, seed=n), n) for n, name in enumerate(names)]
+    found = matcher.Matcher(taken, [tap(f"t.{each.name}", each.value, n) for n, each in enumerate(taken)], None, None)  # type: ignore[arg-type]
+
+    def left() -> list[list[str]]:
+        return [[each.name for each in found.left(side)] for side in ("baseline", "target")]
+
+    found.add(Pair("x", "t.x"))
+    assert left() == [["y"], ["t.y"]]
+    found.replace_pairs([Pair("y", "t.x")])
+    assert left() == [["x"], ["t.y"]]
+    assert [found.has(name, "baseline") for name in names] == [False, True]
+    # A target's tap may have several parts, which come in the order in which they run.
+    pairs = [Pair("y", "t.x"), Pair("x", "t.y"), Pair("x", "t.x")]
+    assert [(each.baseline, each.target) for each in found.in_order(pairs)] == [
+        ("x", "t.x"),
+        ("y", "t.x"),
+        ("x", "t.y"),
+    ]
+
+
+def test_wholes_are_sought_anew_once_a_tap_has_a_partner() -> None:
+    """Those without a partner are tried first."""
+    small, large = tap("small", values(4, 8, seed=0), 0), tap("large", values(5, 8, seed=1), 1)
+    found = matcher.Matcher([small, large], [tap("t", values(3, 8, seed=2), 0)], None, None)
+    for expected in ((["small", "large"], {"small", "large"}), (["large", "small"], {"large"})):
+        for _ in range(2):
+            alone, wholes = found._possible_wholes("baseline", 24)
+            assert ([each.name for each in wholes], alone) == expected
+        found.add(Pair("small", "t"))
+
+
+def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> None:
+    """A module that passes on a grafted tensor shows the same values, and is paired by them."""
+    baseline, target = [], []
+    for n in range(3):
+        right, wrong = values(4, 8, seed=n), values(4, 8, seed=n + 50)
+        baseline.append(tap(f"h.{n}.m", right, n))
+        target += [tap(f"l.{n}.inner", wrong, 2 * n), tap(f"l.{n}.outer", right, 2 * n + 1)]
+    trusted = [Pair(f"h.{n}.m", f"l.{n}.inner", sureness="rule") for n in range(2)]
+    proposal = match_taps(baseline, target, trusted=trusted, guesses=False)
+    assert {pair.target: pair.baseline for pair in proposal.pairs if pair.target.startswith("l.2.")} == {
+        "l.2.inner": "h.2.m",
+        "l.2.outer": "h.2.m",
+    }
+
+
+def test_two_taps_that_are_swapped_in_one_layer_are_one_problem() -> None:
+    baseline, target = [], []
+    for n in range(4):
+        q, k = (values(4, 8, seed=2 * n + each) for each in range(2))
+        baseline += [tap(f"h.{n}.attn.q_proj", q, 2 * n), tap(f"h.{n}.attn.k_proj", k, 2 * n + 1)]
+        named = ("key", "query") if n == 2 else ("query", "key")
+        target += [tap(f"l.{n}.self.{name}", each, 2 * n) for name, each in zip(named, (q, k), strict=True)]
+    (said,) = match_taps(baseline, target).problems
+    assert said == (
+        "l.2.self.key is k by its name but has the values of h.2.attn.q_proj, which is q, and l.2.self.query has the "
+        "values of h.2.attn.k_proj, which is k: the two are swapped"
+    )
+
+
 def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     q, k, v = (values(4, 8, seed=n) for n in range(3))
     baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2)]
@@ -562,6 +693,14 @@ def test_a_fused_tap_has_all_its_parts_even_if_some_match_elsewhere() -> None:
     proposal = match_taps(baseline, target)
     assert [pair.baseline for pair in proposal.of_target("q_norm")] == ["q"]
     assert {pair.baseline for pair in proposal.of_target("qkv")} == {"q", "k", "v"}
+
+
+def test_a_copy_of_a_part_is_no_further_part_of_a_fused_tap() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap("q", q, 0), tap("k", k, 1), tap("copy", q, 2)]
+    target = [tap("qkv", torch.cat([q, k, v]), 0), tap("copy", q, 1)]
+    pairs = match_taps(baseline, target, guesses=False).pairs
+    assert [(pair.baseline, pair.target) for pair in pairs] == [("q", "qkv"), ("k", "qkv"), ("copy", "copy")]
 
 
 def test_a_fused_tap_of_the_baseline_has_all_its_parts_even_if_some_match_elsewhere() -> None:
@@ -642,9 +781,12 @@ def test_a_candidate_that_does_not_fit_does_not_end_a_match(monkeypatch: pytest.
     x, y = values(4, 8, seed=1), values(4, 8, seed=2)
     proposal = match_taps([tap("x", x, 0), tap("y", y, 1)], [tap("odd", x, 0), tap("z", y, 1)], guesses=False)
     assert [(pair.baseline, pair.target) for pair in proposal.pairs] == [("y", "z")]
-    assert proposal.unmatched_target == {
-        "odd": "x could not be tried as its partner: strided(...) reaches beyond the 2048 elements"
-    }
+    why = "could not be tried as its partner: strided(...) reaches beyond the 2048 elements"
+    assert proposal.unmatched_target == {"odd": f"x {why}"}
+    # So it says of a tap of the target that may be a whole.
+    proposal = match_taps([tap("part", x[:2].clone(), 0)], [tap("odd", x, 0)], guesses=False)
+    assert proposal.pairs == ()
+    assert proposal.unmatched_target == {"odd": f"part {why}"}
 
 
 def test_a_tap_that_passes_a_guess_on_does_not_confirm_it() -> None:

@@ -167,6 +167,27 @@ def test_a_side_without_weights_leaves_those_of_the_other_unmatched() -> None:
     assert (found.unmatched_target, found.pairs) == ({}, OUTPUTS.pairs)
 
 
+def test_what_a_weight_lacks_is_said_of_weights_beside_what_was_known() -> None:
+    known = Proposal((), {"h": "no target tap has its values"}, {}, ("a problem.",))
+    found = with_weights(known, weights(x_weight=drawn(4, 6)), weights(t_weight=drawn(5, 5)))
+    assert found.unmatched_target == {"t.weight[kind=param]": "no baseline weight has 25 elements or contains it"}
+    assert found.unmatched_baseline == {
+        "h": "no target tap has its values",
+        "x.weight[kind=param]": "no target weight has 24 elements or contains it",
+    }
+    assert found.problems == ("a problem.",)
+
+
+def test_a_weight_that_is_tapped_again_is_known_by_its_number() -> None:
+    first, again = weights(x_weight=drawn(4, 6), y_weight=drawn(4, 6, seed=1))
+    again.name = f"{first.name}#1"
+    target = weights(u_weight=drawn(4, 6, seed=1), v_weight=drawn(4, 6))
+    assert [(pair.baseline, pair.target) for pair in with_weights(Proposal(()), [first, again], target).pairs] == [
+        ("x.weight[kind=param]#1", "u.weight[kind=param]"),
+        ("x.weight[kind=param]", "v.weight[kind=param]"),
+    ]
+
+
 def test_values_are_numbered_without_the_weights_between_them() -> None:
     x, y = RecordedTap.of("x", drawn(3), order=0), RecordedTap.of("y", drawn(3, seed=1), order=2)
     assert [(tap.name, tap.order) for tap in without_weights([x, *weights(w_weight=drawn(3)), y])] == [
@@ -183,6 +204,8 @@ def test_a_weight_is_paired_with_the_one_that_has_most_of_its_values(turned: boo
     spoiled[:10] = drawn(10, 20, seed=2)
     target = spoiled.T.contiguous() if turned else spoiled
     found = with_weights(Proposal(()), weights(near_weight=near, good_weight=good), weights(t_weight=target))
+    other = with_weights(Proposal(()), weights(good_weight=good, near_weight=near), weights(t_weight=target))
+    assert paired(found) == paired(other)
     assert paired(found) == [("good.weight", "t.weight", "a b -> b a" if turned else "same", "baseline")]
     (pair,) = found.pairs
     assert (pair.note, pair.sureness) == ("75% of its values are equal", "rule")

@@ -19,7 +19,7 @@ from graftlab.base.world import RunInfo
 from graftlab.plan.plan import GraftPlan
 from graftlab.plan.wire import to_wire
 from graftlab.ranks import debugging
-from graftlab.ranks.debugging import LastFailure
+from graftlab.ranks.debugging import LastFailure, stacks_of_other_threads
 from graftlab.ranks.messages import Evaluate, Execute, JobCode, RunRequest
 from graftlab.ranks.namespace import Namespace
 from graftlab.ranks.worker import Rank
@@ -137,6 +137,18 @@ def test_long_answers_are_cut_and_an_endless_command_does_not_block_others(
         go.set()
         waiting.join(DEADLINE)
     assert last.ask("p factor") == "3"
+
+
+def test_a_thread_below_no_code_of_a_rank_has_all_its_frames() -> None:
+    go = threading.Event()
+    waiting = threading.Thread(target=lambda: go.wait(DEADLINE), name="waits here")
+    waiting.start()
+    try:
+        (own,) = (each for each in stacks_of_other_threads().split("\n\n") if "waits here" in each)
+    finally:
+        go.set()
+        waiting.join(DEADLINE)
+    assert re.findall(r", in (\w+)$", own, re.MULTILINE)[:2] == ["_bootstrap", "_bootstrap_inner"]
 
 
 def test_a_run_that_succeeds_leaves_no_failure_of_the_one_before() -> None:

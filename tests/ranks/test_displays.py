@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import builtins
+import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -100,6 +103,42 @@ assert [sorted(each) for each in sent] == [
 @pytest.mark.ranks
 def test_display_is_a_builtin_and_pyplot_shows_each_figure_once() -> None:
     subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=100)
+
+
+def test_a_class_is_displayed_as_its_name_whatever_its_objects_show() -> None:
+    class Page:
+        @classmethod
+        def _repr_html_(cls) -> str:
+            return "<b>it</b>"
+
+    assert bundle_of(Page) == {"text/plain": repr(Page)}
+    assert bundle_of(Page())["text/html"] == "<b>it</b>"
+
+
+@pytest.mark.parametrize(
+    ("backend", "shown_by"),
+    [
+        ("", displays.BACKEND),
+        ("module://matplotlib_inline.backend_inline", displays.BACKEND),
+        ("widget", displays.BACKEND),
+        ("agg", "agg"),
+    ],
+)
+def test_displays_of_modules_that_are_imported_already_are_sent_too(
+    backend: str, shown_by: str, sent: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(displays, "_displays", None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(builtins, "display", None, raising=False)
+    monkeypatch.setenv("MPLBACKEND", backend)
+    ipython = ModuleType("IPython.core.display_functions")
+    monkeypatch.setitem(sys.modules, ipython.__name__, ipython)
+    monkeypatch.delitem(sys.modules, "tqdm.notebook", raising=False)
+    displays.show_displays(sent.append)
+    assert os.environ["MPLBACKEND"] == shown_by
+    assert builtins.display is ipython.display is displays.displays()  # type: ignore[attr-defined]
+    ipython.publish_display_data({"text/plain": "3"})
+    assert sent == [{"text/plain": "3"}]
 
 
 def test_a_dict_is_displayed_as_given_only_on_request(sent: list[dict[str, str]]) -> None:

@@ -49,6 +49,20 @@ def test_each_edit_is_warned_of_once(edited: Any, recwarn: pytest.WarningsRecord
     assert not [each for each in recwarn if "edited_by_hand" in str(each.message)]
 
 
+def test_an_edit_before_a_file_is_imported_by_another_name_is_warned_of(
+    edited: Any, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = EditedModules()
+    modules.note()
+    edit(edited)
+    again = types.ModuleType("edited_by_another_name")
+    again.__file__ = edited.__file__
+    monkeypatch.setitem(sys.modules, again.__name__, again)
+    modules.note()
+    modules.warn_of_edits()
+    assert len([each for each in recwarn if "edited_by_hand" in str(each.message)]) == 1
+
+
 @pytest.mark.ranks
 def test_a_rank_warns_that_it_runs_the_code_from_before(edited: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with gl.launch(1, 1) as session:

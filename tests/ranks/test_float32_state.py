@@ -25,6 +25,9 @@ def test_state_is_known_as_a_call_has_left_it() -> None:
     state = confirmed()
     (found,) = state.values({"cache": OWN.clone(), "still narrow": OWN, "other": OWN}).values()
     assert torch.equal(found, WIDE)
+    # The call that reads it may write to it.
+    found.zero_()
+    assert torch.equal(state.values({"cache": OWN})["cache"], WIDE)
     # A rejected token is cut off.
     assert torch.equal(state.values({"cache": OWN[:2]})["cache"], WIDE[:2])
     assert state.known("Net", {"cache": OWN}).in_float32 == {"cache"}

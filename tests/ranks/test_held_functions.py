@@ -200,6 +200,11 @@ def test_a_call_is_defined_for_the_notebook_and_its_models_are_tapped(
         define_call(File(found), {"x": X} if found is call else X, "name == 'x'")  # type: ignore[arg-type]
         assert watched == [(model, "", "name == 'x'")]
         assert namespace["graftlab_call"] is expected
+    other = nn.Linear(2, 1)
+    watched.clear()
+    define_call(File(lambda x: other(x) + model(x)), X, None)  # type: ignore[arg-type]
+    assert watched == [(other, "Linear[0].", None), (model, "Linear[1].", None)]
+    define_call(File(call), {"x": X}, None)  # type: ignore[arg-type]
     assert (namespace["graftlab_args"], list(namespace["graftlab_kwargs"])) == ((), ["x"])
     define_call(File(number), None, None)  # type: ignore[arg-type]
     assert namespace["graftlab_call"] is number

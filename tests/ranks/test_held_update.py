@@ -121,6 +121,8 @@ def test_repetitions_begin_with_divided_gradients_until_the_script_continues(mod
     held = update_of(model, torch.optim.SGD(model.parameters(), 1.0))
     before, weight = model.bias.item(), model.weight.clone()
     gradient = model.weight.grad.clone()  # type: ignore[union-attr]
+    # A repetition before has moved the weights.
+    held()
     held.divide_gradients(2, {"bias"})
     for _ in range(2):
         held()
@@ -251,6 +253,8 @@ def test_weights_of_another_optimizer_are_neither_frozen_nor_tapped(model: nn.Li
     del other.param_groups[0]["params"][:]
     found = held.describe()
     assert (found.frozen, found.elsewhere) == (("bias",), ())
+    # A weight that no optimizer has needs no gradient.
+    assert found.without_gradient == ()
 
 
 class Watched:
@@ -293,6 +297,10 @@ def test_settings_are_plain_values_without_those_that_leave_the_result_unchanged
     assert settings["lr"]["weight"] == 0.25
     assert not isinstance(settings["lr"]["weight"], torch.Tensor)
     assert not {"params", "foreach", "fused", "capturable", "differentiable"} & {*settings}
+    # Each group has settings of its own.
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+    settings = update_of(model, torch.optim.SGD(groups, 0.25)).describe().settings
+    assert settings["lr"] == {"weight": 0.25, "bias": 0.5}
 
 
 def test_weights_of_a_model_called_without_its_head_have_their_names_in_the_whole() -> None:

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock, call
 
 import pytest
 from kit.in_process import talking_ranks
@@ -135,6 +136,29 @@ def test_a_rank_that_cannot_be_started_leaves_no_socket(
     assert [end.fileno() for each in pairs for end in each] == [-1] * 6
 
 
+@pytest.mark.parametrize("fails", ["second rank", "hello", None])
+def test_a_launch_that_fails_leaves_no_rank_and_the_notebook_keeps_no_descriptor(
+    fails: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, error = Mock(), KeyboardInterrupt() if fails == "hello" else OSError("no room")
+    done.start.side_effect = ["first", error if fails == "second rank" else "second"]
+    done.hellos.side_effect = error if fails == "hello" else None
+    for name, made in (("SharedDescriptors", done.shared), ("_start", done.start), ("_abandon", done.abandon)):
+        monkeypatch.setattr(launcher, name, made)
+    monkeypatch.setattr(launcher, "_await_hellos", done.hellos)
+    options: Any = SimpleNamespace(start_method="spawn", timeout=3.0)
+    given: Any = (options, tmp_path, "plan", ["a", "b"], ["cpu", "cpu"], "given up")
+    if fails is None:
+        assert launcher._launch(*given) == ["first", "second"]
+    else:
+        expected = LaunchError if fails == "second rank" else KeyboardInterrupt
+        with pytest.raises(expected, match="no room" if fails == "second rank" else None):
+            launcher._launch(*given)
+    left = ["first", "second"] if fails == "hello" else ["first"]
+    assert done.abandon.call_args_list == ([] if fails is None else [call(left)])
+    done.shared.return_value.release.assert_called_once_with()
+
+
 def test_collectives_stay_on_this_machine_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -142,6 +166,8 @@ def test_collectives_stay_on_this_machine_unless_the_user_says_otherwise(monkeyp
     assert environ["NCCL_SOCKET_IFNAME"] == "eth7"
     assert environ["GLOO_SOCKET_IFNAME"] == ("lo" if sys.platform.startswith("linux") else "lo0")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    assert _environment()["GLOO_SOCKET_IFNAME"] == "eth8"
 
 
 class Channel:
@@ -243,6 +269,50 @@ def test_all_ranks_are_asked_to_end_and_those_left_are_killed_together() -> None
     with pytest.raises(KeyboardInterrupt):
         end_ranks(ranks)
     assert done[-2:] == [("kill", "a"), ("kill", "b")]
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_the_users_script_is_hidden_while_a_process_starts_and_then_as_before(
+    is_script: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")
+    if is_script:
+        main.__file__, main.__spec__ = "train.py", cast("Any", "spec")
+    else:
+        # As after a notebook's %reset.
+        del main.__spec__
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    before = dict(vars(main))
+    for error in (None, OSError("no process")):
+        with (
+            pytest.raises(OSError, match="no process") if error else contextlib.nullcontext(),
+            forkserver.hidden_main(),
+        ):
+            assert (main.__spec__, hasattr(main, "__file__")) == (None, False)
+            if error:
+                raise error
+        assert vars(main) == before
+
+
+def test_the_forkservers_variables_and_blocked_interrupts_end_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFTLAB_TEST_A", "own")
+    monkeypatch.delenv("GRAFTLAB_TEST_B", raising=False)
+    before = dict(os.environ)
+    mine = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        wanted = {"GRAFTLAB_TEST_A": "1", "GRAFTLAB_TEST_B": "2"}
+        with (
+            contextlib.suppress(OSError),
+            forkserver._environment_of_forkserver(wanted),
+            forkserver._blocked_interrupts(),
+        ):
+            assert {name: os.environ[name] for name in wanted} == wanted
+            raise OSError("no process")
+        assert dict(os.environ) == before
+        # A thread that has blocked interrupts itself still does.
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mine)
 
 
 @pytest.mark.ranks

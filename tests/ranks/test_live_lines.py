@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from tqdm.std import tqdm
@@ -50,6 +51,16 @@ def test_a_bar_is_one_live_line_and_ends_as_one_line(shown: Shown) -> None:
     assert shown.text.count("\n") == 1
     assert shown.text.startswith("epoch: 100%|")
     assert "5/5" in shown.text
+
+
+def test_bars_are_shown_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, live = [10.0], list[str]()
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stream = LabelledStream(io.StringIO(), lambda text: None, live.append)
+    for step in range(10):
+        now[0] = 10.0 + step / 16
+        stream.write(f"\rstep {step}")
+    assert live == ["step 0", "step 4", "step 8"]
 
 
 def test_nested_bars_take_a_line_each_in_one_display(shown: Shown) -> None:

@@ -166,8 +166,9 @@ def test_a_weight_whose_memory_was_released_has_no_value(monkeypatch: pytest.Mon
         kept = values(found)["w[kind=param]"] if send else recorded_value("w[kind=param]")
         assert kept is not None
     # As FSDP does after the forward pass of a module.
-    whole.untyped_storage().resize_(4 * offset)
-    assert recorded_value("w[kind=param]") is None
+    for left in (15, offset):
+        whole.untyped_storage().resize_(4 * left)
+        assert recorded_value("w[kind=param]") is None
     whole = torch.arange(16.0)
     weight = whole[offset:]
     found = record(lambda: (tap_weight("w", weight), whole.untyped_storage().resize_(0)))
@@ -305,6 +306,9 @@ def test_a_graft_is_laid_out_in_the_direction_of_its_pair() -> None:
     part = parse_layout("part(index=1, of=[1, 1], dim=0)")
     shown, _ = shown_with({"x": [MatchGraft(part, "baseline", torch.cat([X, Y]))]})
     assert torch.equal(shown, Y)
+    # The model continues in its own dtype.
+    wide, _ = shown_with({"x": [MatchGraft(part, "baseline", torch.cat([X, Y]).double())]}, forget=["x"])
+    assert (wide.dtype, wide.tolist()) == (X.dtype, Y.tolist())
     # Several parts of a whole: the rest of it stays the target's.
     both = [MatchGraft(parse_layout(f"part(index={n}, of=[1, 1], dim=0)"), "target", Y[n : n + 1]) for n in (0, 1)]
     assert torch.equal(shown_with({"x": both[1:]}, forget=["x"])[0], torch.stack([X[0], Y[1]]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -33,6 +35,30 @@ def test_each_message_in_a_log_has_the_time_at_which_it_was_logged(monkeypatch: 
     assert shown.getvalue().endswith(" INFO graftlab: logged\n")
     assert len(shown.getvalue().splitlines()) == len(lines) + 1
     assert not package.propagate
+
+
+def test_a_rank_has_the_notebooks_surroundings_in_place_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec: Any = Mock(environ={"A": "1"}, sys_path=["x"], cwd=str(tmp_path), multiprocessing="spawn", device="cpu")
+    spec.place, spec.backend, spec.timeout, spec.threads = Place("target", 1, 2, 1), "gloo", 2.5, 6
+    done = Mock()
+    monkeypatch.setattr(process_setup.os, "environ", {"OLD": "1", "A": "0"})
+    monkeypatch.setattr(sys, "path", ["old"])
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(process_setup.multiprocessing, "set_start_method", done.start)
+    monkeypatch.setattr(process_setup, "FileStore", done.store)
+    monkeypatch.setattr(process_setup, "join_process_group", done.join)
+    monkeypatch.setattr(process_setup, "log_to_stderr", done.log)
+    process_setup.set_up_process(spec, "store")
+    assert (process_setup.os.environ, sys.path, Path.cwd()) == ({"A": "1"}, ["x"], tmp_path)
+    more = {"timeout": 2.5, "threads": 6, "local": (1, 2)}
+    assert done.mock_calls == [
+        call.start("spawn", force=True),
+        call.store("store", 2),
+        call.join(spec.place, torch.device("cpu"), "gloo", done.store.return_value, **more),
+        call.log(),
+    ]
 
 
 def test_a_rank_of_a_job_on_several_machines_has_its_number_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,12 @@ class Step:
     def __init__(self) -> None:
         self.x, self.y, self.result = X, Y, X
         self.shown: list[torch.Tensor] = []
+        self.repeats_x = False
 
     def __call__(self) -> dict[str, torch.Tensor]:
         self.shown = [gl.tap("x", self.x.clone()), gl.tap("y", self.y.clone())]
+        if self.repeats_x:
+            gl.tap("x", self.y.clone())
         gl.tap("text", "no tensor")
         return {"out": self.result.clone().requires_grad_()}
 
@@ -46,6 +49,9 @@ def test_a_record_summarises_what_the_step_shows_and_returns(step: Step, tmp_pat
     assert not summary.results["out"].requires_grad
     assert [path.name for path in tmp_path.iterdir()] == ["baseline-0.pt"]
     assert record_step(str(tmp_path), 32).not_recorded == 1
+    # A tap that is reached again is one.
+    step.repeats_x = True
+    assert record_step(str(tmp_path), 1 << 20).taps == ("x", "y")
 
 
 def test_a_repeat_is_compared_by_its_taps_and_then_by_its_results(step: Step, tmp_path: Path) -> None:
@@ -70,6 +76,15 @@ def test_the_record_is_grafted_with_each_tap_moved_by_a_rounding(step: Step, tmp
     # The record's value, moved as bfloat16 and as float32 round.
     assert 1e-3 < float(((step.shown[0] - X) / X).abs().max()) < 2e-2
     assert 0 < float(((step.shown[1] - Y) / Y).abs().max()) < 1e-6
+
+
+def test_a_recorded_tap_is_kept_and_rounded_under_the_name_of_its_pair(step: Step, tmp_path: Path) -> None:
+    record_step(str(tmp_path), 1 << 20)
+    plan = GraftPlan(rename={"baseline": {"^x$": "x_of_both"}})
+    assert plan.paired_names("baseline", "x") != plan.paired_names("target", "x")
+    found = graft_record(str(tmp_path), {"x_of_both": "bfloat16"}, plan, ["x_of_both"], resets=True)
+    assert [*found.last] == ["x_of_both"]
+    assert 1e-3 < float(((step.shown[0] - X) / X).abs().max()) < 2e-2
 
 
 def test_without_resets_the_step_continues_with_its_own_values(step: Step, tmp_path: Path) -> None:

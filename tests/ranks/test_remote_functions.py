@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.errors import RequestError
+from graftlab.grafting.unseen_choices import UnseenChoices
+from graftlab.plan.plan import GraftPlan
+from graftlab.ranks import remote_functions
 from graftlab.ranks.remote_functions import (
     bind_callee,
     call_in_float64,
@@ -20,6 +24,9 @@ from graftlab.ranks.remote_functions import (
     call_with_lent_weights,
     call_with_module_inputs,
     feed_batches,
+    find_unseen_choices,
+    find_without_dependents,
+    graft_baseline_into_itself,
     round_callee,
     sketch_callee,
 )
@@ -86,6 +93,41 @@ def test_inputs_of_modules_are_those_of_the_code_that_ran() -> None:
     assert call_with_module_inputs(lambda: model(X), [], [], {}) == {}
 
 
+def test_a_verdicts_choices_reach_the_code_that_grafts_a_baseline_into_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    grafted, without = Mock(), Mock()
+    monkeypatch.setattr(remote_functions, "graft_self", grafted)
+    monkeypatch.setattr(remote_functions, "without_dependents", without)
+    plan = GraftPlan(rename={"baseline": {"^x$": "x_of_both"}})
+    for exact in (None, lambda: "exact"):
+        found = graft_baseline_into_itself(lambda: "own", exact, {"a": "float32"}, plan, 9, ["a"], ["b"])
+        assert found is grafted.return_value
+        (run, dtypes), given = grafted.call_args
+        assert (run(), dtypes, given.pop("paired_names")("x")) == ("own", {"a": "float32"}, ["x_of_both"])
+        made = given.pop("exact")
+        assert made is None if exact is None else made() == "exact"
+        assert given == {"budget": 9, "keep": ["a"], "doubtful": ["b"]}
+    assert find_without_dependents(lambda: "own", ["a", "b"], plan, 7) is without.return_value
+    (run, groups), given = without.call_args
+    assert (run(), groups, given.pop("paired_names")("x"), given) == ("own", ["a", "b"], ["x_of_both"], {"budget": 7})
+
+
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_choices_are_not_looked_for_where_code_would_be_compiled_anew(
+    has_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = Mock()
+    monkeypatch.setattr(remote_functions, "unseen_choices", looked)
+    monkeypatch.setattr(remote_functions, "has_compiled", lambda: has_compiled)
+    found = find_unseen_choices(lambda: "own", ["a"], True)
+    if has_compiled:
+        assert found == UnseenChoices()
+        looked.assert_not_called()
+    else:
+        assert found is looked.return_value
+        (run, taps), given = looked.call_args
+        assert (run(), taps, given) == ("own", ["a"], {"sees_result": True})
+
+
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +149,7 @@ def test_each_batch_has_its_outputs_or_its_own_failure(grafter: StandInGrafter) 
     assert str(short.error).startswith("RequestError: the function returned 1 output for 2 requests; return one for")
     assert (left.outputs, str(left.error).partition("\n")[0]) == ([None], "SystemExit: 2")
     assert (last.outputs, last.error) == (["E"], None)
+    assert [each.step for each in (good, bad, short, left, last, long)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("grafter")

@@ -33,6 +33,7 @@ from graftlab.ranks.holding import (
     hold,
     prepare_once,
     widen_call,
+    widen_operators,
 )
 from graftlab.ranks.stored_numbers import samples_of
 from graftlab.ranks.widening import TrialOfRanks
@@ -195,6 +196,9 @@ def test_a_call_is_described_with_what_behaves_as_in_training() -> None:
     assert described() == (("0", "2"), True)
     model.eval()
     assert described() == ((), False)
+    # One of the models that a call calls is enough.
+    both: dict[str, nn.Module] = {"a.": nn.Linear(2, 2), "b.": model}
+    assert HeldCall(lambda: torch.ones(2), both, {}, WatchChoice()).describe().is_training
     drop = nn.Dropout(0.5)
     assert of(lambda: drop(torch.ones(2)), drop).describe().in_training == ("Dropout",)
 
@@ -706,6 +710,11 @@ def test_too_many_constants_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     assert of(lambda: None, model).constants().keys() == {"table"}
     monkeypatch.setattr(held_call, "_MOST_NUMBERS", 7)
     assert of(lambda: None, model).constants() == {}
+    # With them goes what code holds.
+    stored = torch.full((2,), 1 / 3).bfloat16()
+    for most, count in ((12, 2), (11, 0)):
+        monkeypatch.setattr(held_call, "_MOST_NUMBERS", most)
+        assert len(of(lambda: stored * 2.0, model).constants()) == count
 
 
 def test_a_description_names_the_taps_of_what_modules_return() -> None:
@@ -722,6 +731,41 @@ def test_a_description_names_the_taps_of_what_modules_return() -> None:
 
     # The first call of a tap counts.
     assert "mine" in of(taps_twice, model).describe().values
+
+
+def test_a_call_that_fails_in_float64_is_repeated_with_its_own_numbers_again() -> None:
+    model, x = net(), torch.ones(2)
+    model.cache = torch.full((2,), 1 / 3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    seen: list[torch.dtype] = []
+
+    def call() -> Tensor:
+        cache: Any = model.cache
+        seen.append(cache.dtype)
+        if cache.dtype != torch.bfloat16:
+            raise TypeError("a cache is of bfloat16")
+        return model(x * cache.to(x.dtype))  # type: ignore[no-any-return]
+
+    held = of(call, model, x=x)
+    plain = held()[""]
+    assert held.widen_operators({"cache": 2 * model.cache}) == "TypeError: a cache is of bfloat16"
+    assert torch.equal(held()[""], plain)
+    assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert held.left_in_16_bits() == []
+
+
+@pytest.mark.parametrize("kept", [(), ("cache",)])
+def test_state_that_is_known_in_float32_is_read_only_where_it_is_kept(kept: tuple[str, ...]) -> None:
+    model, x = net(), torch.ones(2)
+    cache, wide = torch.full((2,), 1 / 3).bfloat16(), torch.full((2,), 5.0)
+    known = Float32State()
+    known.see("Sequential", {})
+    known.note({"cache": wide})
+    known.confirm({"cache": cache})
+    model.cache = cache  # type: ignore[assignment]
+    held = HeldCall(lambda: x * model.cache, {"": model}, {}, WatchChoice(), float32=known)
+    assert held.widen({}, {}, kept=kept) is None
+    assert held()[""].tolist() == (wide if kept else cache.float()).tolist()
+    held.end()
 
 
 def test_a_call_with_a_backward_pass_is_not_looked_at_in_float64() -> None:
@@ -793,6 +837,10 @@ def test_each_rank_widens_its_call_with_its_own_numbers(tmp_path: Path, monkeypa
         monkeypatch.setattr(holding, "here", partial(SimpleNamespace, rank=rank, world_size=size))
         widen_call([first, second], {}, str(tmp_path / "trial"), 3, {"cache"}, {"table"})
     assert asked == [(first, {}, False, 3, {"cache"}, {"table"}), (second, {}, True, 3, {"cache"}, {"table"})]
+    held: Any = Mock(spec=HeldCall)
+    hold(held)
+    assert widen_operators(first, {"x": torch.bfloat16}, {"cache"}, {"table"}) is held.widen_operators.return_value
+    held.widen_operators.assert_called_once_with(first, {"x": torch.bfloat16}, {"cache"}, {"table"})
 
 
 def test_arguments_are_named_by_place_or_keyword() -> None:

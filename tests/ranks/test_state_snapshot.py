@@ -46,8 +46,9 @@ def test_a_tensor_in_a_container_below_objects_is_brought_back(hold: Callable[[A
 def test_containers_have_their_items_in_their_order_again() -> None:
     first, second = torch.zeros(1), torch.ones(1)
     items, queue, names, table = [first, second], deque([1, 2]), {"a"}, {"x": first, "y": second}
-    replaced = {"k": first}
-    snapshot = StateSnapshot([items, queue, names, table, replaced])
+    replaced, turned = {"k": first}, {"x": first, "y": second}
+    snapshot = StateSnapshot([items, queue, names, table, replaced, turned])
+    turned["x"] = turned.pop("x")
     replaced["k"] = second
     items.reverse()
     queue.appendleft(0)
@@ -56,7 +57,7 @@ def test_containers_have_their_items_in_their_order_again() -> None:
     table["x"] = table.pop("y")
     snapshot.restore()
     assert [id(each) for each in items] == [id(first), id(second)]
-    assert (list(queue), names, [*table]) == ([1, 2], {"a"}, ["x", "y"])
+    assert (list(queue), names, [*table], [*turned]) == ([1, 2], {"a"}, ["x", "y"], ["x", "y"])
     assert table["x"] is first
     assert replaced["k"] is first
 
@@ -263,6 +264,30 @@ def test_what_has_not_changed_is_not_written_to() -> None:
     assert changed[0] == 1.0
 
 
+def test_containers_that_have_not_changed_are_not_filled_again() -> None:
+    """Code may go through one in another thread, and a subclass may count what is put in."""
+    filled: list[str] = []
+
+    class Items(list[int]):
+        def clear(self) -> None:
+            filled.append("list")
+            super().clear()
+
+    class Table(dict[str, int]):
+        def clear(self) -> None:
+            filled.append("dict")
+            super().clear()
+
+    items, table = Items([1, 2]), Table(x=1)
+    snapshot = StateSnapshot([items, table])
+    snapshot.restore()
+    assert filled == []
+    items.append(3)
+    table["y"] = 2
+    snapshot.restore()
+    assert (filled, items, table) == (["list", "dict"], [1, 2], {"x": 1})
+
+
 # ---- what was written since ------------------------------------------------------------------------------------------
 
 
@@ -271,6 +296,11 @@ def test_only_elements_with_new_values_are_written() -> None:
     same, scalar = torch.tensor([NAN, 2.0]), torch.tensor(NAN)
     snapshot = StateSnapshot([x, same, scalar])
     x[2:] = torch.tensor([7.0, 8.0])
+    # A number that is none any more is a new value.
+    lost = torch.tensor([1.0, 2.0])
+    of_lost = StateSnapshot([lost])
+    lost[1] = NAN
+    assert str(of_lost.written({"lost": lost}, 8)[0]["lost"].tolist()) == "[0.0, nan]"
     found, left = snapshot.written({"x": x, "same": same, "scalar": scalar}, 1 << 20)
     assert {path: each.tolist() for path, each in found.items()} == {"x": [0.0, 0.0, 7.0, 8.0]}
     assert left == []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kit.deadline import DEADLINE
 from kit.mailboxes import eager_threads
+from kit.refusals import exactly
 
+from graftlab.errors import SessionError
 from graftlab.ranks import streams
 from graftlab.ranks.streams import LabelledStream
 
@@ -54,6 +58,24 @@ def test_unfinished_lines_are_sent_when_the_run_ends(stream: LabelledStream, sen
     assert sorted(sent) == ["no newline\n", "nor here\n"]
     stream.flush_lines()
     assert len(sent) == 2
+
+
+def test_the_log_is_on_disk_when_a_run_ends_and_its_length_is_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flushed, looked = Mock(), Mock()
+    monkeypatch.setattr(streams, "shorten", looked)
+    monkeypatch.setattr(streams, "_CHARACTERS_TO_A_CHECK", 10)
+    stream = LabelledStream(flushed, lambda text: None)
+    lengths = []
+    for text in ("0123456789", "1\n", "2\n", "3456789\n", "4567\n"):
+        stream.write(text)
+        lengths.append(looked.call_count)
+    assert lengths == [0, 1, 1, 1, 2]
+    looked.assert_called_with(flushed)
+    flushed.flush.assert_not_called()
+    stream.flush_lines()
+    flushed.flush.assert_called_once_with()
 
 
 def test_lines_of_two_threads_are_not_torn(stream: LabelledStream, log: io.StringIO, sent: list[str]) -> None:
@@ -153,6 +175,19 @@ def test_a_long_log_keeps_its_beginning_and_its_end(
         log.flush()
         assert len(os.read(read, 9000)) == 3001
     os.close(read)
+
+
+def test_input_and_debuggers_are_refused_each_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", sys.stdin)
+    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
+    streams.refuse_input()
+    assert not sys.stdin.isatty()
+    for read in ("stdin.readline()", "stdin.read(1)", "stdin.readline(3)"):
+        for name, said in (("own", streams._INPUT), ("pdb", streams._DEBUGGER)):
+            with pytest.raises(SessionError, match=exactly(said)):
+                exec(read, {"__name__": name, "stdin": sys.stdin})
+    with pytest.raises(SessionError, match=exactly(streams._DEBUGGER)):
+        sys.breakpointhook(header="here")
 
 
 def test_the_stream_has_the_encoding_and_descriptor_of_its_log(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import nn
 
 from graftlab.errors import SessionError
 from graftlab.ranks import widening
-from graftlab.ranks.widening import ReadsOf16Bits, WideTensors, memory_of, rounded_at_random
+from graftlab.ranks.widening import ReadsOf16Bits, TrialOfRanks, WideTensors, memory_of, rounded_at_random
 
 VALUES = torch.linspace(0.1, 1, 6).reshape(2, 3)
 OWN = VALUES.bfloat16()
@@ -38,6 +41,10 @@ def test_tensors_of_16_bits_have_their_values_in_float32_until_they_are_narrow_a
         assert [each.data_ptr() for each in (own, half, weight)] == memory
         assert weight.grad is None
     assert torch.equal(own, OWN)
+    # What the script has given a tensor since stays.
+    own.data = 2 * OWN
+    wide.narrow()
+    assert torch.equal(own, 2 * OWN)
 
 
 def test_known_numbers_replace_values_also_of_a_tensor_with_more_bits() -> None:
@@ -135,6 +142,45 @@ def test_operators_that_round_what_none_has_computed_are_named() -> None:
     assert list(reads.operators) == ["aten::exp"]
 
 
+def collective(name: str) -> Any:
+    return SimpleNamespace(name=lambda: f"c10d::{name}", namespace="c10d")
+
+
+@pytest.mark.parametrize("name", ["send", "recv_", "recv_any_source_"])
+def test_a_rank_that_cannot_go_on_in_float32_tells_the_others_why(name: str, tmp_path: Path) -> None:
+    first, second = (TrialOfRanks(str(tmp_path / "trial"), rank, 2) for rank in (0, 1))
+    reason = f"it sends tensors from rank to rank (c10d::{name})"
+    with pytest.raises(SessionError, match=exactly(reason)):
+        first.__torch_dispatch__(collective(name), ())
+    # The call may have caught the exception.
+    with pytest.raises(SessionError, match=exactly(reason)):
+        first.__torch_dispatch__(collective("allreduce_"), ())
+    second._post("failed: too late")
+    assert first.end(None) == reason
+    third = TrialOfRanks(str(tmp_path / "trial"), 1, 2)
+    assert third.end(None) == f"rank 0 failed: {reason}"
+    assert third.end("its own reason") == "its own reason"
+
+
+def test_ranks_come_to_a_collective_with_tensors_of_the_same_dtypes(tmp_path: Path) -> None:
+    trials = [TrialOfRanks(str(tmp_path / "trial"), rank, 2) for rank in (0, 1)]
+    given: list[Any] = [([VALUES, [OWN]], {"more": VALUES}), ([VALUES, [OWN]], {"more": OWN})]
+    reached = collective("allgather_")
+
+    def come(rank: int) -> str:
+        with pytest.raises(SessionError) as refused:
+            trials[rank].__torch_dispatch__(reached, (), *given[rank])
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = [*pool.map(come, (0, 1))]
+    names = [f"'c10d::allgather_ torch.float32 torch.bfloat16 torch.{last}'" for last in ("float32", "bfloat16")]
+    assert said == [
+        f"rank 1 has reached {names[1]}, and rank 0 {names[0]}",
+        f"rank 0 has reached {names[0]}, and rank 1 {names[1]}",
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_are_moved_alike_by_at_most_four_roundings_and_masks_are_not(dtype: torch.dtype) -> None:
     numbers = torch.linspace(-3, 3, 400)
@@ -148,4 +194,6 @@ def test_numbers_are_moved_alike_by_at_most_four_roundings_and_masks_are_not(dty
     assert (moved < numbers).any()
     assert rounded_at_random(OWN, torch.bfloat16).dtype == torch.float32
     mask = torch.tensor([0.0, -torch.inf], dtype=dtype)
+    assert torch.equal(rounded_at_random(mask, dtype), mask.float())
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=dtype)
     assert torch.equal(rounded_at_random(mask, dtype), mask.float())
