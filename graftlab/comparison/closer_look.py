@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _GIVEN = ("input", "param")
 # Four roundings at random add about five times as much as one.
 _MOVED = 3.0
+# The most roundings to float32 that a long sum is taken to add, and how many times less is left of them in float64.
+_FEW_ROUNDINGS = 32.0
+_SHRINKS = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,16 @@ def in_more_bits(
     is_first: bool,
     unnamed: Collection[str] = (),
 ) -> CloserLook:
-    """Look at the same call in float32, if 16 bits may hide a mistake, or rounded state may explain a difference.
+    """Look at the same call in float32, if 16 bits may hide a mistake, or rounded state may explain a difference, and
+    in float64, if a few roundings to float32 may.
 
     ``unnamed`` are the baseline's taps of values whose names the target has not; without a ``proposal`` they have no
     partner.
     """
     if (of_state := _if_state_rounds(repeats, verdict, choice, is_first)) is not None:
         return of_state
+    if (of_sums := _if_sums_round(repeats, verdict, choice)) is not None:
+        return of_sums
     try:
         wide = _closer_look(repeats, verdict, choice, is_first)
     except NoCloserLookError as error:
@@ -156,6 +163,40 @@ def _if_state_rounds(repeats: Repeats, verdict: Verdict, choice: JudgingChoice, 
         f"follows (up to {named['added'].max():.2g}), and so may code that runs in 16 bits alone."
     )
     return CloserLook(Verdict(found, runs), (sentence,), may_be_rounding=True)
+
+
+def _if_sums_round(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) -> CloserLook | None:
+    """Look at a call in float64 that differs in float32 by a few roundings, as where the target has folded a norm into
+    its weights, or adds in another order.
+
+    None unless it agrees then, and all that was named differs far less, by no more than weights that are rounded
+    differently: a mistake is as large in float64.
+    """
+    found, frame, one = verdict.findings, verdict.frame, roundoff("float32")
+    named = frame[~frame["label"].isin(NOT_NAMED)]
+    if choice.floor != "auto" or found.data or found.unexplained or not len(named):
+        return None
+    if not ((named["dtype"] == "float32") & (named["added"] <= _FEW_ROUNDINGS * one)).all():
+        return None
+    if frame["dtype"].isin(DTYPES_OF_16_BITS).any():
+        return None
+    try:
+        wide = repeats.in_float64(choice)
+    except GraftError:
+        return None
+    if answer_of(replace(wide.findings, contradicting_pairs=()), True, True) != "agree":
+        return None
+    added = wide.frame.groupby("group")["added"].max()
+    rests = [(float(added.get(row["group"], math.inf)), row["added"]) for _, row in named.iterrows()]
+    if not all(rest <= min(2 * one, before / _SHRINKS) for rest, before in rests):
+        return None
+    groups = [*dict.fromkeys(named["group"])]
+    differ = f"{first_of(groups)} {'differs' if len(groups) == 1 else 'differ'}"
+    sentence = (
+        f"In float32 {differ} by up to {named['added'].max():.2g} from equal inputs, and in float64, from the same "
+        f"numbers, by {max(rest for rest, _ in rests):.2g}: a sum is rounded differently."
+    )
+    return CloserLook(Verdict(wide.findings, verdict.runs + wide.runs), (sentence,))
 
 
 def rounding_may_hide_mistakes(verdict: Verdict) -> bool:

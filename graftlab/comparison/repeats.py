@@ -17,7 +17,7 @@ from graftlab.base.text import counted
 from graftlab.base.world import Side
 from graftlab.control.run import Run
 from graftlab.control.verdicts import Verdict
-from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
+from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR, roundoff
 from graftlab.errors import GraftError, SessionError
 from graftlab.judging.judge import judge
 from graftlab.judging.verdict_request import VerdictRequest
@@ -183,16 +183,35 @@ class Repeats:
                 raise SessionError(failure)
             # Writes into the call's own tensors still round to float32.
             floor = DEFAULT_NOISE_FLOOR if choice.floor == "auto" else choice.floor
-            verdict = self.verdict(replace(choice, floor=floor), explain=explain)
-            verdict = replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
-            # What rounds even then would be taken for a mistake.
-            run = self._both(HeldCall.left_in_16_bits)
-            if left := sorted({dtype for each in (*run.baseline, *run.target) for dtype in each}):
-                raise NoCloserLookError(f"writes into its tensors round to {' and '.join(left)} even then")
-            return verdict
+            return self._with_operators_in_float64(replace(choice, floor=floor), explain)
         finally:
             if not self.session.closed:
                 self._both(HeldCall.narrow)
+
+    def in_float64(self, choice: JudgingChoice) -> Verdict:
+        """Judge these runs with operators that compute in float64, over a floor of one rounding to float32, as weights
+        and writes into the calls' tensors have.
+
+        Raises :class:`SessionError` if the calls cannot run so, or have several ranks.
+        """
+        if len(self.session.ranks) > 2:
+            raise SessionError("a rank whose operators cannot run in float64 would keep the others waiting")
+        try:
+            failure = _failure(self._both(partial(HeldCall.widen_operators, stored=True)))
+            if failure is not None:
+                raise SessionError(failure)
+            return self._with_operators_in_float64(replace(choice, floor=roundoff("float32")), explain=False)
+        finally:
+            if not self.session.closed:
+                self._both(HeldCall.narrow)
+
+    def _with_operators_in_float64(self, choice: JudgingChoice, explain: bool) -> Verdict:
+        verdict = self.verdict(choice, explain=explain)
+        # What rounds even then would be taken for a mistake.
+        run = self._both(HeldCall.left_in_16_bits)
+        if left := sorted({dtype for each in (*run.baseline, *run.target) for dtype in each}):
+            raise NoCloserLookError(f"writes into its tensors round to {' and '.join(left)} even then")
+        return replace(verdict, findings=replace(verdict.findings, looked_in="float64"))
 
     def state_in_16_bits(self) -> dict[str, torch.dtype]:
         """The state that both sides' calls may read, one in 16 bits and the other in float32, by path.

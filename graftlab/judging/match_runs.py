@@ -24,6 +24,7 @@ from graftlab.errors import LayoutError, SessionError
 from graftlab.judging.job_steps import JobSteps
 from graftlab.judging.match_shards import with_shards
 from graftlab.layouts import RankLayout
+from graftlab.matching.output_parts import with_outputs_in_parts
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import BUDGET, RecordedTap
@@ -141,7 +142,8 @@ class _Match:
             found = match_once(*self._record(()), **fetch)
         else:
             found = match_in_rounds(self._record, rounds, varies=self.varies, **fetch)
-        found = with_outputs_in_rows(found, self._baseline_taps, self._target_taps)
+        for paired in (with_outputs_in_rows, with_outputs_in_parts):
+            found = paired(found, self._baseline_taps, self._target_taps)
         has_parts = rounds > 0 and bool(self._parts) and len(self._session.select("baseline")) == 1
         if has_parts and not self.varies and INTERRUPTED not in found.notices:
             # In the run before, taps before these may have had no graft yet. Jobs may have no further step.

@@ -30,6 +30,8 @@ from graftlab.matching.names import (
 from graftlab.matching.pair import Pair
 from graftlab.matching.rules import rules_of
 
+IN_PART = "is compared only in part: it contains"
+
 
 @dataclass(frozen=True)
 class Contradiction:
@@ -332,7 +334,7 @@ def in_part(pairs: Sequence[Pair], shapes: Mapping[str, Sequence[int]]) -> list[
         if gap is not None:
             shown = ", ".join(pair.baseline for pair in own)
             left = f"{gap.double().mean():.0%}"
-            text = f"{name} is compared only in part: it contains {shown}; no baseline tap has the other {left}"
+            text = f"{name} {IN_PART} {shown}; no baseline tap has the other {left}"
             problems.append(Contradiction(name, text))
     return problems
 

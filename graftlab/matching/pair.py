@@ -17,7 +17,8 @@ MEANINGS = {
     "confirmed": "first by rule, then by value once earlier taps were grafted",
     "rule": "as in other layers, where the values match, because later taps match once it is grafted, or, of a weight, "
     "because the outputs of the modules pair or most of its values are equal; of a fused module's output, because the "
-    "weights pair; of an output in packed rows, because a tap of the same shapes pairs",
+    "weights pair; of an output in packed rows, because a tap of the same shapes pairs; of a part of an output, "
+    "because the others pair",
     "guess": "by name alone; never grafted",
 }
 

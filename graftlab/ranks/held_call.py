@@ -458,18 +458,23 @@ class HeldCall:
         rounded: Mapping[str, torch.dtype] = MappingProxyType({}),
         kept: Collection[str] = (),
         rounded_otherwise: Collection[str] = (),
+        stored: bool = False,
     ) -> str | None:
         """Repeat the call from now on with operators that compute in float64; returns the reason if that fails.
 
         See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
         operator reads them, such as weights, are rounded as before. For the arguments see :meth:`widen`: what they name
-        is replaced, and nothing else is.
+        is replaced, and nothing else is, unless ``stored``: then all numbers in float32 are in float64, because some
+        functions, such as convolutions with a bias, refuse both in one call.
         """
         if self._has_backward:
             return "it has a backward pass"
         self._restore()
         read = self._read()
-        if given := self._given(read, numbers, rounded, kept, rounded_otherwise):
+        given = self._given(read, numbers, rounded, kept, rounded_otherwise)
+        if stored:
+            given |= {id(t): t.detach().double() for t in read.values() if t.dtype == torch.float32}
+        if given:
             chosen = [each for each in read.values() if id(each) in given]
             others = [each for each in read.values() if id(each) not in {*given, *self._unwritten}]
             if not memory_of(chosen).isdisjoint(memory_of(others)):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
 
-from graftlab.base.tap_groups import is_value
+from graftlab.base.tap_groups import is_output, is_value
+from graftlab.base.world import SIDES, Side
 from graftlab.diffs.results import (
     NamedTensors,
     ResultDifference,
@@ -17,9 +21,12 @@ from graftlab.diffs.results import (
     is_written,
     named_tensors,
     value_in_words,
+    with_tensors,
 )
 from graftlab.diffs.rounding import roundoff
-from graftlab.plan.pairs import PairRule, outputs_move_rows
+from graftlab.errors import LayoutError
+from graftlab.layouts import Layout, join_parts
+from graftlab.plan.pairs import PairRule, TapCallName, outputs_move_rows
 from graftlab.transforms.align import MOVED
 from graftlab.verdict.added import measured_rows
 from graftlab.verdict.floor import Floor, times
@@ -55,6 +62,9 @@ _MOST_ROWS = 4_096
 _LEAST_WIDTH = 8
 """A row of fewer numbers may be near another one by chance."""
 
+
+# A tap's name and the place in a result have the same ones: ``output.logits`` and ``['logits']``.
+_WORD = re.compile(r"\w+")
 
 _LARGEST, _OF_FLOAT32 = 100.0, roundoff("float32")
 
@@ -164,6 +174,7 @@ def compare_returned(
 
     Nothing is compared if both sides have several ranks, but different numbers, or if ``pairs`` show that the outputs'
     rows are in different orders, unless the results are near in their own, as where a function joins its chunks.
+    Where pairs show that one side returns together what the other returns in parts, these are compared.
     ``by_request`` is the shape of an output whose requests are in different rows: results with a row for each of its
     rows may have them so too, and each row is compared with the nearest one.
     """
@@ -187,7 +198,7 @@ def compare_returned(
         if by_request:
             found, moved = _in_rows_of(named_tensors(expected), named_tensors(found), by_request)
             left.update(dict.fromkeys(f"the order of the rows of {value_in_words(path)}" for path in moved))
-        compared = compare_results(expected, found, matched=bool(pairs))
+        compared = compare_results(*_in_parts(expected, found, pairs), matched=bool(pairs))
         differences += compared.differences
         reshaped += compared.reshaped
         # One of several ranks may return its shard, and pairs may have layouts.
@@ -201,6 +212,45 @@ def compare_returned(
     if outputs_move_rows(pairs) and (reshaped or not returned.are_near):
         return ReturnedValues(left=("the returned values have their rows in a different order on each side",))
     return returned
+
+
+def _in_parts(expected: object, found: object, pairs: Sequence[PairRule]) -> tuple[object, object]:
+    """Both results, the target's divided or joined as the baseline's are, where pairs of outputs say how."""
+    rules = [rule for rule in pairs if rule.is_part and not rule.moves_rows and not rule.is_pattern]
+    rules = [rule for rule in rules if all(is_output(TapCallName.of(rule.name(side)).name) for side in SIDES)]
+    if not rules:
+        return expected, found
+    ours, theirs = named_tensors(expected), named_tensors(found)
+    of_whole: dict[tuple[Side, str], dict[str, Layout]] = defaultdict(dict)
+    for rule in rules:
+        one, other = _path_of(rule.baseline, ours), _path_of(rule.target, theirs)
+        # What both return under one name is compared as it is.
+        if one is not None and other is not None and one not in theirs and other not in ours:
+            whole, part = (one, other) if rule.whole == "baseline" else (other, one)
+            of_whole[rule.whole, whole][part] = rule.parsed
+    for (side, path), parts in of_whole.items():
+        changed: dict[str, torch.Tensor] = {}
+        with suppress(LayoutError):
+            if side == "target":
+                changed = {part: layout.local(theirs[path]) for part, layout in parts.items()}
+                if any(each.shape != ours[part].shape for part, each in changed.items()):
+                    continue
+            else:
+                joined = join_parts([(layout, [theirs[part]]) for part, layout in parts.items()], ours[path].shape)
+                # What the target lacks stays so.
+                changed = {path: joined.whole} if joined.known is None else {}
+        if changed:
+            gone = {path} if side == "target" else parts.keys()
+            theirs = with_tensors(theirs, {**{name: theirs[name] for name in theirs if name not in gone}, **changed})
+    return ours, theirs
+
+
+def _path_of(tap: str, result: NamedTensors) -> str | None:
+    """The place in a result of what this tap of an output shows; None if there is none, or several."""
+    call = TapCallName.of(tap)
+    words = _WORD.findall(call.name.partition("output")[2])
+    paths = [path for path in result if not is_written(path) and _WORD.findall(path) == words]
+    return paths[0] if len(paths) == 1 and not call.occurrence and not call.tags else None
 
 
 def extents_by_request(rows: pd.DataFrame) -> tuple[int, ...]:

@@ -1,0 +1,83 @@
+"""Results are compared where one side returns together what the other returns in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graftlab.plan.pairs import PairRule
+from graftlab.verdict.returned_values import ReturnedValues, compare_returned
+
+BOXES, SCORES = torch.randn(2, 6, 4), torch.rand(2, 6, 5)
+WHOLE = torch.cat((BOXES, SCORES), -1)
+FIRST, SECOND = "part(index=0, of=[4, 5], dim=2)", "part(index=1, of=[4, 5], dim=2)"
+OF_TARGET = PairRule("output[0]", "output", FIRST, "target"), PairRule("output[1]", "output", SECOND, "target")
+OF_BASELINE = PairRule("output", "output[0]", FIRST), PairRule("output", "output[1]", SECOND)
+
+
+def far(returned: ReturnedValues) -> dict[str, float]:
+    return {each.path: round(each.rel_l2, 3) for each in returned.differences}
+
+
+def test_each_part_is_compared_with_its_place_in_the_targets_whole() -> None:
+    found = compare_returned([(BOXES, SCORES)], [WHOLE], OF_TARGET)
+    assert (far(found), found.left, found.lost) == ({"[0]": 0.0, "[1]": 0.0}, (), ())
+    wrong = torch.cat((BOXES * 1.01, SCORES), -1)
+    assert far(compare_returned([(BOXES, SCORES)], [wrong], OF_TARGET)) == {"[0]": 0.01, "[1]": 0.0}
+    # On each rank of a target that returns the whole.
+    assert far(compare_returned([(BOXES, SCORES)], [WHOLE, wrong], OF_TARGET)) == {"[0]": 0.01, "[1]": 0.0}
+
+
+def test_the_targets_parts_are_compared_as_the_baselines_whole() -> None:
+    found = compare_returned([WHOLE], [(BOXES, SCORES)], OF_BASELINE)
+    assert (far(found), found.left, found.lost) == ({"": 0.0}, (), ())
+    found = compare_returned([torch.ones(2, 6, 9)], [(torch.ones(2, 6, 4), torch.full((2, 6, 5), 1.3))], OF_BASELINE)
+    assert far(found) == {"": round(0.3 * (5 / 9) ** 0.5, 3)}
+
+
+def test_fields_of_results_are_those_that_their_taps_are_named_after() -> None:
+    pairs = (
+        PairRule("Net.output.boxes", "Other.output.all", FIRST, "target"),
+        PairRule("Net.output.scores", "Other.output.all", SECOND, "target"),
+    )
+    found = compare_returned([{"boxes": BOXES, "scores": SCORES}], [{"all": WHOLE}], pairs)
+    assert far(found) == {"['boxes']": 0.0, "['scores']": 0.0}
+
+
+def test_a_part_that_has_no_partner_is_still_said_to_be_missing() -> None:
+    found = compare_returned([(BOXES, SCORES)], [WHOLE], OF_TARGET[1:])
+    assert (far(found), found.lost) == ({"[1]": 0.0}, ("only the baseline returns the result's [0]",))
+    found = compare_returned([WHOLE], [(BOXES, SCORES)], OF_BASELINE[1:])
+    assert (far(found), found.lost) == ({}, ("only the baseline returns the result",))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        (),
+        (PairRule("output[0]", "head", FIRST, "target"),),
+        (PairRule("hidden[0]", "output", FIRST, "target"),),
+        (PairRule("output[0]#1", "output", FIRST, "target"),),
+        (PairRule("output[0]", "output[call=1]", FIRST, "target"),),
+        (PairRule("output[{n}]", "output.{n}", FIRST, "target"),),
+        # They do not fit the result.
+        (PairRule("output[0]", "output", "part(index=0, of=[5, 4], dim=2)", "target"),),
+        (PairRule("output[0]", "output", "part(index=0, of=[4, 4], dim=2)", "target"),),
+        (PairRule("output[2]", "output", FIRST, "target"),),
+    ],
+)
+def test_other_pairs_leave_results_as_they_are(pairs: tuple[Any, ...]) -> None:
+    found = compare_returned([(BOXES, SCORES)], [WHOLE], pairs)
+    assert far(found) == {}
+    assert found.lost == ("only the baseline returns the result's [0], the result's [1]",)
+
+
+def test_a_value_that_both_return_is_compared_as_it_is() -> None:
+    both = {"output": WHOLE, "boxes": BOXES}
+    pairs = (PairRule("output.boxes", "output.output", FIRST, "target"),)
+    assert far(compare_returned([both], [{**both, "boxes": BOXES * 1.01}], pairs)) == {
+        "['output']": 0.0,
+        "['boxes']": 0.01,
+    }
