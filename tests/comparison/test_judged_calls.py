@@ -74,6 +74,7 @@ class Runs:
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
         self.state_in_16_bits = Mock(return_value={})
+        self.in_float64 = Mock(side_effect=SessionError("it has a backward pass"))
         self.constants_of_target_alone = Mock(return_value=[])
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
