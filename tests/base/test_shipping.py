@@ -330,6 +330,8 @@ def test_results_arrive_bit_exact_in_every_dtype_and_layout(data: st.DataObject)
     "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "uint16", "uint32", "uint64", "complex32"]
 )
 def test_arguments_arrive_in_dtypes_that_torch_does_not_unpickle(dtype: str) -> None:
+    if not hasattr(torch, dtype):
+        pytest.skip("this release of torch has no such dtype")
     made = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
     needs_grad = made.is_floating_point()
     model = torch.nn.Module()
