@@ -374,13 +374,14 @@ class _HeldInTurn:
     def _differs_in(self, part: OwnPart, held: HeldUnits) -> bool:
         """Compare the result of a part with that of the other side's newest call, if that call had none to compare.
 
-        If they differ, :attr:`_differs_in_part` has the comparison.
+        If they differ, :attr:`_differs_in_part` has the comparison. A value that one side alone returns clears nothing.
         """
         found = self._own_parts.results(part, held)
-        if not found.compared or (compared := self._so_far.complete_call()) is None:
+        far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
+        is_whole = found.compared and not found.lost
+        if not (is_whole or far) or (compared := self._so_far.complete_call()) is None:
             return False
         self._compared = compared
-        far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
         if far:
             remark = part.differing(max(each.rel_l2 for each in far))
             differs = replace(compared, remarks=(remark, *compared.remarks), answer="differ")

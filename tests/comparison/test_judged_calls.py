@@ -73,6 +73,7 @@ class Runs:
         self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
+        self.in_float64 = Mock(side_effect=SessionError("no reason"))
         self.state_in_16_bits = Mock(return_value={})
         self.constants_of_target_alone = Mock(return_value=[])
         self.note_equal = Mock()
@@ -175,6 +176,18 @@ def test_results_without_a_row_in_common_differ(
             "All values that were compared agree, the last of them a; from q on, the baseline's values have no "
             "partner, so the difference arises there.",
         ]
+
+
+def test_calls_with_equal_lengths_and_other_tokens_are_not_said_to_differ() -> None:
+    pairs = [PairRule("out", "out", "rows(of='ids', into='ids')")]
+    ours, theirs = (
+        held(drawn_rows(seed), whole_numbers={"['ids']": torch.tensor(ids), "['lengths']": torch.tensor([4, 5, 6])})
+        for seed, ids in enumerate([[11, 12, 13], [21, 22, 23]])
+    )
+    assert judged(ours, theirs, found("embed", "a"), pairs=pairs, match=Proposal(()))[0] == "inconclusive"
+    given = {**ours.whole_numbers, "['slots']": torch.tensor([2, 7, 9])}
+    theirs = replace(theirs, whole_numbers=given)
+    assert judged(ours, theirs, found("embed", "a"), pairs=pairs, match=Proposal(()))[0] == "differ"
 
 
 def test_inputs_that_are_rounded_results_of_an_earlier_call_are_no_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -85,6 +86,16 @@ def test_a_part_completes_only_a_call_that_agrees_but_for_its_result(
     other = HeldUnits(PART.baseline, [call("Head", result, "Engine")])
     lacks = bool(result is not LOGITS)
     assert Turns(monkeypatch, tmp_path, [WHOLE, other], lacks_result=lacks).judge().answer == "inconclusive"
+
+
+@pytest.mark.parametrize(("factor", "answer"), [(1.0, "inconclusive"), (1.3, "differ")])
+def test_a_part_that_returns_only_some_of_the_result_clears_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float, answer: str
+) -> None:
+    both = replace(call("Net", LOGITS), plain={"[0]": LOGITS, "[1]": LOGITS * 2})
+    head = replace(call("Head", LOGITS, "Engine"), plain={"[0]": LOGITS * factor})
+    units = [HeldUnits([both], WHOLE.target), HeldUnits([both], [head])]
+    assert Turns(monkeypatch, tmp_path, units).judge().answer == answer
 
 
 def test_only_one_sides_part_of_a_called_model_is_called_alone() -> None:
