@@ -44,6 +44,7 @@ class OwnParts:
         self._partners: set[tuple[str, str]] = set()
         self._newest: HeldUnits | None = None
         self._counts: Counter[OwnPart] = Counter()
+        self._left_out: set[OwnPart] = set()
 
     def note(self, held: HeldUnits) -> None:
         """Note calls that are each other's partner, the newest."""
@@ -77,6 +78,15 @@ class OwnParts:
         # The newest call has at most one completion.
         self._newest = None
         return compare_returned(ours, theirs)
+
+    def leave_out(self, part: OwnPart) -> None:
+        """Note that a call of this part has a result to which nothing of the other side is equal."""
+        self._left_out.add(part)
+
+    @property
+    def left_out(self) -> frozenset[OwnPart]:
+        """The parts of which a call was left out, which the other side may lack."""
+        return frozenset(self._left_out)
 
     @property
     def not_compared(self) -> list[str]:

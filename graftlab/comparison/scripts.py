@@ -318,7 +318,8 @@ class _HeldInTurn:
         # A single inconclusive call has its reasons in its own text.
         is_only = len(self._so_far.undecided) == len(self._so_far.models) == 1 and not self._so_far.updates
         # The target may lack what such a call of the baseline returns.
-        unclear = any(part.side == "baseline" for part in self._so_far.of_parts)
+        left_out = [*self._so_far.of_parts, *self._own_parts.left_out]
+        unclear = any(part.side == "baseline" for part in left_out)
         agreed = "" if is_only else self._so_far.agreed()
         return self._with(compared, (agreed, *remarks), "inconclusive" if unclear else None)
 
@@ -380,6 +381,8 @@ class _HeldInTurn:
         far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
         is_whole = found.compared and not found.lost
         if not (is_whole or far) or (compared := self._so_far.complete_call()) is None:
+            if far or not is_whole:
+                self._own_parts.leave_out(part)
             return False
         self._compared = compared
         if far:

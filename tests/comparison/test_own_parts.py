@@ -49,7 +49,7 @@ class Turns(_HeldInTurn):
         frame = frame.assign(added=0.0, dtype="float32", cast=None)
         parts = {"remarks": (NOT_COMPARED,), "lacks_result": True, **parts}
         found = Findings(frame, 5.0, 1, without_output=("The output was not compared.",))
-        compared = Comparison(found, 1, self._session, None, "inconclusive", **parts)
+        compared = Comparison(found, 1, self._session, None, parts.pop("answer", "inconclusive"), **parts)
         monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: compared)
 
     def _first(self) -> HeldUnits:
@@ -96,6 +96,26 @@ def test_a_part_that_returns_only_some_of_the_result_clears_nothing(
     head = replace(call("Head", LOGITS, "Engine"), plain={"[0]": LOGITS * factor})
     units = [HeldUnits([both], WHOLE.target), HeldUnits([both], [head])]
     assert Turns(monkeypatch, tmp_path, units).judge().answer == answer
+
+
+@pytest.mark.parametrize(
+    ("side", "result", "answer"),
+    [
+        ("baseline", LOGITS[:, :2], "inconclusive"),
+        ("baseline", LOGITS + 1, "inconclusive"),
+        ("baseline", LOGITS, "agree"),
+        ("target", LOGITS[:, :2], "agree"),
+    ],
+)
+def test_a_part_of_the_baseline_whose_result_the_target_lacks_clears_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side: str, result: torch.Tensor, answer: str
+) -> None:
+    ours, theirs = [call("Net", LOGITS)], [call("Engine", LOGITS)]
+    part = [call("Head", result, "Net" if side == "baseline" else "Engine")]
+    alone = HeldUnits(part, [ScriptEnd()]) if side == "baseline" else HeldUnits([ScriptEnd()], part)
+    complete = {"answer": "agree", "remarks": (), "lacks_result": False}
+    turns = Turns(monkeypatch, tmp_path, [HeldUnits(ours, theirs), alone], **complete)
+    assert turns.judge().answer == answer
 
 
 def test_only_one_sides_part_of_a_called_model_is_called_alone() -> None:
