@@ -318,10 +318,10 @@ class _HeldInTurn:
         # A single inconclusive call has its reasons in its own text.
         is_only = len(self._so_far.undecided) == len(self._so_far.models) == 1 and not self._so_far.updates
         # The target may lack what such a call of the baseline returns.
-        left_out = [*self._so_far.of_parts, *self._own_parts.left_out]
-        unclear = any(part.side == "baseline" for part in left_out)
+        lacking = self._own_parts.perhaps_lacking
+        unclear = bool(lacking) or any(part.side == "baseline" for part in self._so_far.of_parts)
         agreed = "" if is_only else self._so_far.agreed()
-        return self._with(compared, (agreed, *remarks), "inconclusive" if unclear else None)
+        return self._with(compared, (agreed, *lacking, *remarks), "inconclusive" if unclear else None)
 
     def _first(self) -> HeldUnits:
         if self._choice.training:
