@@ -31,8 +31,8 @@ class OwnPart:
     def lacking(self) -> str:
         """A sentence if the side is the baseline, and the target's calls do not return what the part does."""
         return (
-            f"The baseline's script calls {self.name}, a part of its {self.whole}, by itself, and no call of the target "
-            "returns the same, so the target may lack it."
+            f"The baseline's script calls {self.name}, a part of its {self.whole}, by itself, and no call of the "
+            "target returns the same, so the target may lack it."
         )
 
     def differing(self, rel_l2: float) -> str:

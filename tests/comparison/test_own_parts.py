@@ -116,8 +116,8 @@ def test_a_part_of_the_baseline_whose_result_the_target_lacks_clears_nothing(
     complete = {"answer": "agree", "remarks": (), "lacks_result": False}
     compared = Turns(monkeypatch, tmp_path, [HeldUnits(ours, theirs), alone], **complete).judge()
     lacking = (
-        "The baseline's script calls Head, a part of its Net, by itself, and no call of the target returns the same, so "
-        "the target may lack it."
+        "The baseline's script calls Head, a part of its Net, by itself, and no call of the target returns the same, "
+        "so the target may lack it."
     )
     assert (compared.answer, lacking in compared.text.splitlines()) == (answer, answer == "inconclusive")
 
