@@ -490,7 +490,8 @@ class HeldCall:
         if stored:
             stored_in_float32 = {id(t): t for t in read.values() if t.dtype == torch.float32}
             try:
-                refuse_too_large(map(own_part, stored_in_float32.values()), dtype=torch.float64)
+                # The other side does the same at this moment.
+                refuse_too_large(map(own_part, stored_in_float32.values()), sharing=2, dtype=torch.float64)
             except SessionError as error:
                 return str(error)
             given |= {key: t.detach().double() for key, t in stored_in_float32.items()}
