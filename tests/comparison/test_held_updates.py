@@ -302,7 +302,7 @@ def test_copies_that_ranks_clip_differently_lack_no_reduction_and_parts_do() -> 
     clipped = found(copies["v"], copies["v"])
     assert not any("a reduction over the ranks is missing" in each for each in clipped.sentences)
     assert any("by different factors, 0.3 (rank 0), 0.2 (rank 1), as" in each for each in clipped.sentences)
-    # A rank that changes each gradient by a factor of its own has none, and a list without it would be misread.
+    # A rank that changes each gradient by own factors has none, and a list without it would be misread.
     mixed = description({"w": 0.3 * whole, "v": 0.9 * copies["v"]}, copies)
     known = [description({name: factor * each for name, each in copies.items()}, copies) for factor in (0.3, 0.2)]
     rows = [row("w", rank, 0.5 * whole, factor * whole) for rank, factor in enumerate((0.3, 0.3, 0.2))]
@@ -469,7 +469,7 @@ def test_gradients_that_only_optimizers_show_have_no_words_on_their_origin() -> 
 
 def test_summands_may_be_alike_on_some_ranks_and_have_one_shape() -> None:
     one, other = drawn(0), drawn(1)
-    # A rank whose rows are nearly all padding has nearly nothing, and another one nearly all.
+    # A rank whose rows are nearly all padding has nearly nothing, and another rank nearly all.
     for parts, ranks in (([one, one, other], "0-2"), ([one, 1e-4 * other], "0-1")):
         found = gradients_of_ranks(parts, torch.stack(parts).sum(0))
         assert found.sentences[0].startswith(f"The target's ranks {ranks} sum to the baseline's gradient of w")

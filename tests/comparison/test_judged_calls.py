@@ -75,6 +75,7 @@ class Runs:
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
         self.in_float64 = Mock(side_effect=SessionError("no reason"))
         self.state_in_16_bits = Mock(return_value={})
+        self.in_float64 = Mock(side_effect=SessionError("it has a backward pass"))
         self.constants_of_target_alone = Mock(return_value=[])
         self.note_equal = Mock()
         self.match = Mock(side_effect=[match])
@@ -501,7 +502,7 @@ def test_the_rounding_of_merged_weights_is_neither_cleared_nor_blamed(
     merged = "Weights of 0.q have no partner, as where the target has merged them with others."
     assert any(each.startswith(merged) for each in said[1]) is (answer == "inconclusive")
     # A verdict may name the tap as the target does, which may have several partners.
-    proposal = replace(proposal, pairs=(*proposal.pairs, Pair("0.p", "x")))
+    proposal = replace(proposal, pairs=(*proposal.pairs, Pair("p", "x")))
     wide = Verdict(found("x", label=label, ratio=9.0, added=added), 5)
     assert judged(held(), held(taps=("x",)), found(dtype="bfloat16"), wide=wide, match=proposal)[0] == answer
 
@@ -668,8 +669,7 @@ def test_a_choice_that_rounding_may_have_changed_is_judged_in_float32(
 ) -> None:
     place = {"group": "a", "side": "target", "confirmed": True, "stack": ("moe.py:76",)}
     line: Any = SimpleNamespace(**place, operation="max(bf16[1, 4], dim=-1)", chooses=chooses)
-    later: Any = SimpleNamespace(**place, operation="topk(bf16[1, 4], 2)", chooses=chooses)
-    narrow = found("a", dtype=dtype, label="culprit", lines=[line, later])
+    narrow = found("a", dtype=dtype, label="culprit", lines=[line])
     runs = Runs(narrow, Mock() if wide is None else Verdict(wide, 5))
     comparison = runs.judge(held(), held())
     assert comparison.answer == answer
@@ -810,7 +810,7 @@ def test_runs_in_float32_end_with_the_narrow_call(monkeypatch: pytest.MonkeyPatc
     assert judge.call_args.args[1].explain is False
 
 
-def test_state_that_is_known_in_float32_is_kept_and_moved_only_with_constants_that_are(
+def test_state_known_in_float32_is_kept_and_moved_only_with_constants_that_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     third = torch.full((2,), 1 / 3).bfloat16()

@@ -219,6 +219,7 @@ def test_a_step_that_adds_up_the_gradients_of_its_ranks_agrees_by_its_result(apa
     made.done.clear()
     compared = judged(made)
     assert (compared.answer, compared.named) == ("differ", ["w@param"])
+    assert compared.findings.frame["ratio"].tolist() == [float("inf"), 0.0, 0.0]
     # Where scripts are started for each run, the parts are not tried, and nothing is said of them.
     made.after, made.repeats.in_place = rows(("w", "param", 0.0)), False
     compared = judged(made)

@@ -297,7 +297,7 @@ def test_settings_are_plain_values_without_those_that_leave_the_result_unchanged
     assert settings["lr"]["weight"] == 0.25
     assert not isinstance(settings["lr"]["weight"], torch.Tensor)
     assert not {"params", "foreach", "fused", "capturable", "differentiable"} & {*settings}
-    # Each group has settings of its own.
+    # Each group has its settings.
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
     settings = update_of(model, torch.optim.SGD(groups, 0.25)).describe().settings
     assert settings["lr"] == {"weight": 0.25, "bias": 0.5}

@@ -37,9 +37,7 @@ def test_each_message_in_a_log_has_the_time_at_which_it_was_logged(monkeypatch: 
     assert not package.propagate
 
 
-def test_a_rank_has_the_notebooks_surroundings_in_place_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rank_has_the_notebooks_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec: Any = Mock(environ={"A": "1"}, sys_path=["x"], cwd=str(tmp_path), multiprocessing="spawn", device="cpu")
     spec.place, spec.backend, spec.timeout, spec.threads = Place("target", 1, 2, 1), "gloo", 2.5, 6
     done = Mock()

@@ -19,9 +19,7 @@ from graftlab.ranks.trial_process import _enter, _TrialSpec
 
 
 @pytest.mark.parametrize("kept", [None, {"pair": 3}])
-def test_a_trial_has_the_notebooks_surroundings_in_place_of_its_own(
-    kept: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_trial_has_the_notebooks_surroundings(kept: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     packed = None if kept is None else shipping.pack_result(kept)
     spec = _TrialSpec((), GraftPlan(b2t="True"), packed, "cpu", {"A": "1"}, ["x"], str(tmp_path))
     done: Any = Mock()

@@ -147,7 +147,7 @@ def collective(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["send", "recv_", "recv_any_source_"])
-def test_a_rank_that_cannot_go_on_in_float32_tells_the_others_why(name: str, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_continue_in_float32_tells_the_others_why(name: str, tmp_path: Path) -> None:
     first, second = (TrialOfRanks(str(tmp_path / "trial"), rank, 2) for rank in (0, 1))
     reason = f"it sends tensors from rank to rank (c10d::{name})"
     with pytest.raises(SessionError, match=exactly(reason)):
