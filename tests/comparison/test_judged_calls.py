@@ -73,7 +73,6 @@ class Runs:
         self.session: Any = Mock(plan=SimpleNamespace(pairs=pairs))
         self.verdict = Mock(return_value=Verdict(findings, 7))
         self.in_float32 = Mock(side_effect=[NoCloserLookError("no reason") if wide is None else wide])
-        self.in_float64 = Mock(side_effect=SessionError("no reason"))
         self.state_in_16_bits = Mock(return_value={})
         self.in_float64 = Mock(side_effect=SessionError("it has a backward pass"))
         self.constants_of_target_alone = Mock(return_value=[])
