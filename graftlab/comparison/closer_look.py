@@ -170,7 +170,7 @@ def _if_sums_round(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) ->
     its weights, or adds in another order.
 
     None unless it agrees then, and all that was named differs far less, by no more than weights that are rounded
-    differently: a mistake is as large in float64.
+    differently: a mistake is as large in float64, where the calls ask the same of their operators.
     """
     found, frame, one = verdict.findings, verdict.frame, roundoff("float32")
     named = frame[~frame["label"].isin(NOT_NAMED)]
@@ -194,7 +194,7 @@ def _if_sums_round(repeats: Repeats, verdict: Verdict, choice: JudgingChoice) ->
     differ = f"{first_of(groups)} {'differs' if len(groups) == 1 else 'differ'}"
     sentence = (
         f"In float32 {differ} by up to {named['added'].max():.2g} from equal inputs, and in float64, from the same "
-        f"numbers, by {max(rest for rest, _ in rests):.2g}: a sum is rounded differently."
+        f"numbers, by {max(rest for rest, _ in rests):.2g}: they only round differently."
     )
     return CloserLook(Verdict(wide.findings, verdict.runs + wide.runs), (sentence,))
 

@@ -63,7 +63,7 @@ def _have_no_near_rows(baseline: Mapping[str, Tensor], target: Mapping[str, Tens
         if other is None or not tensor.is_floating_point():
             continue
         one, two = _rows_of(tensor).double(), _rows_of(other).double()
-        is_wide = one.shape == two.shape and one.shape[1] >= _LEAST_WIDTH
+        is_wide = one.shape == two.shape and one.shape[1] >= _LEAST_WIDTH and len(one) > 0
         if not is_wide or len(one) ** 2 > _MOST_ROW_PAIRS or not bool(one.isfinite().all() and two.isfinite().all()):
             return False
         if bool((torch.cdist(one, two) <= _NEAR * one.norm(dim=1, keepdim=True)).any()):
@@ -97,6 +97,7 @@ def _with_equal_names(
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
     return real_parts(rows).flatten(1)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
@@ -55,6 +56,8 @@ _NO_ROW = (
     "Both calls are given the same tokens, and no row of the one result is near any row of the other, so they differ "
     "whatever the order of their rows."
 )
+# Shorter words, such as indices, begin many others.
+_LEAST_WORD = 3
 _MOST_WEIGHTS = 4
 """The most sentences on weights that have another weight's values."""
 
@@ -77,10 +80,13 @@ def judge_held_calls(
     proposal, unpaired = _paired(repeats, baseline, target, choice, proposal)
     remarks += unpaired
     backward = _add_backward(repeats, baseline, target)
-    verdict = repeats.verdict(choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target))
+    judge = partial(
+        repeats.verdict, choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target)
+    )
+    verdict = judge()
     by_chance: list[str] = []
     if earlier is not None and proposal is not None and not remarks:
-        verdict, proposal, by_chance = _without_pairs_by_chance(repeats, verdict, choice, proposal)
+        verdict, proposal, by_chance = _without_pairs_by_chance(repeats, verdict, judge, proposal)
     if inherited is not None:
         verdict = replace(verdict, findings=inherited.without_earlier_results(verdict.findings))
     trusted, look = not remarks, CloserLook(verdict)
@@ -157,7 +163,7 @@ def _with_other_parts(repeats: Repeats) -> Proposal | None:
 
 
 def _without_pairs_by_chance(
-    repeats: Repeats, verdict: Verdict, choice: JudgingChoice, proposal: Proposal
+    repeats: Repeats, verdict: Verdict, judge: Callable[[], Verdict], proposal: Proposal
 ) -> tuple[Verdict, Proposal, list[str]]:
     """The verdict without pairs of unlike names whose whole numbers, once equal, differ in this call, if it shows no
     difference then: such as the slots of a cache that were a request's positions. With a phrase on what was left out.
@@ -171,18 +177,22 @@ def _without_pairs_by_chance(
         return verdict, proposal, []
     fewer = proposal.reject(*(pair.target for pair in unlike))
     repeats.session.edit(pairs=fewer)
-    again = repeats.verdict(choice)
+    again = judge()
     if answer_of(again.findings, True, True) == "differ":
         repeats.session.edit(pairs=proposal)
         return verdict, proposal, []
     names = first_of([f"{TapCallName.of(each.target).name}, which once was {each.baseline}" for each in unlike])
-    return again, fewer, [f"{names}, and differs in this call, while nothing else does: equal by chance."]
+    return again, fewer, [f"{names}, and differs in this call, while nothing else does: perhaps equal by chance."]
 
 
 def _share_words(pair: Pair) -> bool:
-    """Whether the names of both taps have a word in common, in the singular or plural."""
+    """Whether the names of both taps have a word in common, in the singular or plural, or shortened as ``pos`` is."""
     ours, theirs = ({*words_of(TapCallName.of(name).name)} - {"input"} for name in (pair.baseline, pair.target))
-    return any(one.rstrip("s") == other.rstrip("s") for one in ours for other in theirs)
+    return any(_is_same_word(*sorted((one, other), key=len)) for one in ours for other in theirs)
+
+
+def _is_same_word(shorter: str, longer: str) -> bool:
+    return shorter.rstrip("s") == longer.rstrip("s") or (len(shorter) >= _LEAST_WORD and longer.startswith(shorter))
 
 
 def _conclude(

@@ -73,11 +73,18 @@ def given_other_tokens(baseline: Sequence[CallDescription], target: Sequence[Cal
 
 
 def given_equal_tokens(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:
-    """Whether each rank of the target is given the tokens of the baseline's rank, but for padding of one number."""
+    """Whether each rank of the target is given the tokens of the baseline's rank, but for padding of one number.
+
+    Of whole numbers that both sides are given, such as tokens and lengths, all must be equal; one side may have others.
+    """
     if len(baseline) != 1 or not target:
         return False
     ours = _tokens(baseline[0])
-    return all(any(_are_equal(one, other) for one in ours for other in _tokens(each)) for each in target)
+    return all(_all_are_given(*sorted((ours, _tokens(each)), key=len)) for each in target)
+
+
+def _all_are_given(fewer: Sequence[Tensor], more: Sequence[Tensor]) -> bool:
+    return bool(fewer) and all(any(_are_equal(one, other) for other in more) for one in fewer)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -27,6 +27,14 @@ class OwnPart:
             "calls by itself, except for results that complete those of a call before."
         )
 
+    @property
+    def lacking(self) -> str:
+        """A sentence if the side is the baseline, and the target's calls do not return what the part does."""
+        return (
+            f"The baseline's script calls {self.name}, a part of its {self.whole}, by itself, and no call of the "
+            "target returns the same, so the target may lack it."
+        )
+
     def differing(self, rel_l2: float) -> str:
         """A sentence if all of the whole model's call agrees, and the part's result differs by this."""
         return (
@@ -44,6 +52,7 @@ class OwnParts:
         self._partners: set[tuple[str, str]] = set()
         self._newest: HeldUnits | None = None
         self._counts: Counter[OwnPart] = Counter()
+        self._left_out: dict[OwnPart, None] = {}
 
     def note(self, held: HeldUnits) -> None:
         """Note calls that are each other's partner, the newest."""
@@ -77,6 +86,15 @@ class OwnParts:
         # The newest call has at most one completion.
         self._newest = None
         return compare_returned(ours, theirs)
+
+    def leave_out(self, part: OwnPart) -> None:
+        """Note that a call of this part has a result to which nothing of the other side is equal."""
+        self._left_out[part] = None
+
+    @property
+    def perhaps_lacking(self) -> list[str]:
+        """A sentence on each part of the baseline of which a call was left out, which the target may lack."""
+        return [each.lacking for each in self._left_out if each.side == "baseline"]
 
     @property
     def not_compared(self) -> list[str]:

@@ -318,9 +318,10 @@ class _HeldInTurn:
         # A single inconclusive call has its reasons in its own text.
         is_only = len(self._so_far.undecided) == len(self._so_far.models) == 1 and not self._so_far.updates
         # The target may lack what such a call of the baseline returns.
-        unclear = any(part.side == "baseline" for part in self._so_far.of_parts)
+        lacking = self._own_parts.perhaps_lacking
+        unclear = bool(lacking) or any(part.side == "baseline" for part in self._so_far.of_parts)
         agreed = "" if is_only else self._so_far.agreed()
-        return self._with(compared, (agreed, *remarks), "inconclusive" if unclear else None)
+        return self._with(compared, (agreed, *lacking, *remarks), "inconclusive" if unclear else None)
 
     def _first(self) -> HeldUnits:
         if self._choice.training:
@@ -374,13 +375,16 @@ class _HeldInTurn:
     def _differs_in(self, part: OwnPart, held: HeldUnits) -> bool:
         """Compare the result of a part with that of the other side's newest call, if that call had none to compare.
 
-        If they differ, :attr:`_differs_in_part` has the comparison.
+        If they differ, :attr:`_differs_in_part` has the comparison. A value that one side alone returns clears nothing.
         """
         found = self._own_parts.results(part, held)
-        if not found.compared or (compared := self._so_far.complete_call()) is None:
+        far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
+        is_whole = found.compared and not found.lost
+        if not (is_whole or far) or (compared := self._so_far.complete_call()) is None:
+            if far or not is_whole:
+                self._own_parts.leave_out(part)
             return False
         self._compared = compared
-        far = [each for each in found.differences if is_beyond_rounding(each, self._choice.judging.threshold)]
         if far:
             remark = part.differing(max(each.rel_l2 for each in far))
             differs = replace(compared, remarks=(remark, *compared.remarks), answer="differ")

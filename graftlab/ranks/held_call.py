@@ -32,12 +32,21 @@ from graftlab.errors import SessionError
 from graftlab.grafting.in_float64 import as_it_is, in_float64
 from graftlab.grafting.self_graft import changed_results
 from graftlab.grafting.tap_records import CallKey, CountingHandler
+from graftlab.ranks.asked_operators import AskedOperators
 from graftlab.ranks.autocast import no_autocast, no_autocast_cache
 from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.float32_state import Float32State, KnownState
 from graftlab.ranks.state_snapshot import StateSnapshot, own_part, tensors_by_path
 from graftlab.ranks.stored_numbers import is_made_of, stored_in_16_bits
-from graftlab.ranks.widening import NARROW, ReadsOf16Bits, TrialOfRanks, WideTensors, memory_of, rounded_at_random
+from graftlab.ranks.widening import (
+    NARROW,
+    ReadsOf16Bits,
+    TrialOfRanks,
+    WideTensors,
+    memory_of,
+    refuse_too_large,
+    rounded_at_random,
+)
 from graftlab.taps.calls import tap_handler
 from graftlab.taps.nested import tap_inside
 from graftlab.taps.routing import handled_by, taps_within
@@ -465,15 +474,27 @@ class HeldCall:
         See :func:`graftlab.grafting.in_float64.in_float64`. Numbers that the call rounds to 16 bits before any
         operator reads them, such as weights, are rounded as before. For the arguments see :meth:`widen`: what they name
         is replaced, and nothing else is, unless ``stored``: then all numbers in float32 are in float64, because some
-        functions, such as convolutions with a bias, refuse both in one call.
+        functions, such as convolutions with a bias, refuse both in one call. Then it fails too if the call computes in
+        16 bits, or asks its operators for something else, such as an epsilon that depends on the dtype.
         """
         if self._has_backward:
             return "it has a backward pass"
+        asked = AskedOperators()
+        if stored and (failure := self._called_in(asked)) is not None:
+            return failure
+        if asked.in_16_bits:
+            return "it computes in 16 bits"
         self._restore()
         read = self._read()
         given = self._given(read, numbers, rounded, kept, rounded_otherwise)
         if stored:
-            given |= {id(t): t.detach().double() for t in read.values() if t.dtype == torch.float32}
+            stored_in_float32 = {id(t): t for t in read.values() if t.dtype == torch.float32}
+            try:
+                # The other side does the same at this moment.
+                refuse_too_large(map(own_part, stored_in_float32.values()), sharing=2, dtype=torch.float64)
+            except SessionError as error:
+                return str(error)
+            given |= {key: t.detach().double() for key, t in stored_in_float32.items()}
         if given:
             chosen = [each for each in read.values() if id(each) in given]
             others = [each for each in read.values() if id(each) not in {*given, *self._unwritten}]
@@ -486,7 +507,20 @@ class HeldCall:
                 return str(error)
             self._snapshot = self._taken()
         self._in_float64 = set()
-        return self._called_once(self.narrow)
+        if (failure := self._called_once(self.narrow)) is not None or not stored:
+            return failure
+        wide = AskedOperators()
+        if (failure := self._called_in(wide)) is None and not asked.asks_the_same(wide):
+            failure = "it asks its operators for something else in float64"
+        if failure is not None:
+            self.narrow()
+        return failure
+
+    def _called_in(self, mode: AskedOperators) -> str | None:
+        """Call it once in this mode, which sees nothing else; returns the reason if that fails."""
+        self._restore()
+        with mode:
+            return self._called_once(lambda: None, self._called)
 
     def constants(self) -> dict[str, torch.Tensor]:
         """The models' floating-point tensors that no call has changed, without weights, by path, and those of 16 bits

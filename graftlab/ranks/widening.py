@@ -58,7 +58,7 @@ class WideTensors:
         written = [own_part(each) for key, each in chosen.items() if key not in unwritten]
         if len(memory_of(written)) < sum(1 for part in written if part.numel()):
             raise SessionError("some tensors share their memory")
-        _refuse_too_large(parts, sharing)
+        refuse_too_large(parts, sharing)
         try:
             for each in chosen.values():
                 own = numbers[id(each)].to(each.device) if id(each) in numbers else each.data
@@ -96,19 +96,20 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in parts if type(each) in PLAIN and each.numel()}
 
 
-def _refuse_too_large(parts: Iterable[torch.Tensor], sharing: int) -> None:
-    """Raise :class:`SessionError` if the wide copies of these would take too much memory."""
+def refuse_too_large(parts: Iterable[torch.Tensor], sharing: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    """Raise :class:`SessionError` if the copies of these in a dtype with more bits would take too much memory."""
     needed: Counter[torch.device] = Counter()
     for part in parts:
-        needed[part.device] += part.numel() * max(part.itemsize, torch.float32.itemsize)
+        needed[part.device] += part.numel() * max(part.itemsize, dtype.itemsize)
     for device, size in needed.items():
         free = free_bytes(device)
         # The ranks of a session are spread over its GPUs.
         processes = -(-sharing // torch.cuda.device_count()) if device.type == "cuda" else sharing
         most = _BUDGET if free is None else free // (2 * processes)
         if size > most:
+            name = str(dtype).removeprefix("torch.")
             raise SessionError(
-                f"in float32 its numbers take {size >> 20:,} MiB on {device}, and a rank may take {most >> 20:,} MiB "
+                f"in {name} its numbers take {size >> 20:,} MiB on {device}, and a rank may take {most >> 20:,} MiB "
                 "of the free memory there; free some, or compare a model with fewer layers"
             )
 

@@ -122,10 +122,12 @@ def test_ranks_whose_parts_lie_otherwise_are_paired_by_the_order_found() -> None
     [
         ("input.position_ids", "int64", {}, "agree"),
         ("input.slot", "int64", {}, "differ"),
+        ("input.slo", "int64", {}, "differ"),
+        ("input.sl", "int64", {}, "agree"),
         ("input.position_ids", "float32", {}, "differ"),
         ("input.position_ids", "int64", {"label": "culprit"}, "differ"),
     ],
-    ids=["by chance", "like names", "floats", "more differs"],
+    ids=["by chance", "like names", "a shortened name", "two letters", "floats", "more differs"],
 )
 def test_whole_numbers_that_once_were_others_are_left_out_if_nothing_else_differs(
     partner: str, dtype: str, then: dict[str, Any], answer: str
@@ -140,11 +142,19 @@ def test_whole_numbers_that_once_were_others_are_left_out_if_nothing_else_differ
     runs.verdict.side_effect = [Verdict(given, 7), Verdict(found(**then), 7)]
     comparison = runs.judge(held(), held(), proposal)
     assert comparison.answer == answer
-    left = f"Not checked: {name}, which once was {tagged[0]}, and differs in this call, while nothing else does: equal"
+    left = (
+        f"Not checked: {name}, which once was {tagged[0]}, and differs in this call, while nothing else does: perhaps"
+    )
     assert any(each.startswith(left) for each in comparison.remarks) == (answer == "agree")
     in_force = [each.kwargs["pairs"] for each in runs.session.edit.call_args_list]
     assert comparison.match.pairs == (in_force[-1] if in_force else proposal).pairs
     assert len(comparison.match.pairs) == (1 if answer == "agree" else 2)
+    # Gradients of which each rank has only a summand are left out of both verdicts.
+    runs.verdict.side_effect = [Verdict(given, 7), Verdict(found(**then), 7)]
+    runs.verdict.reset_mock()
+    trains = replace(held(), needs_backward=True)
+    runs.judge(trains, [trains, trains], proposal)
+    assert {each.kwargs["gradient_parts"] for each in runs.verdict.call_args_list} == {True}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,18 @@ def test_results_without_a_row_in_common_differ(
             "All values that were compared agree, the last of them a; from q on, the baseline's values have no "
             "partner, so the difference arises there.",
         ]
+
+
+def test_calls_with_equal_lengths_and_other_tokens_are_not_said_to_differ() -> None:
+    pairs = [PairRule("out", "out", "rows(of='ids', into='ids')")]
+    ours, theirs = (
+        held(drawn_rows(seed), whole_numbers={"['ids']": torch.tensor(ids), "['lengths']": torch.tensor([4, 5, 6])})
+        for seed, ids in enumerate([[11, 12, 13], [21, 22, 23]])
+    )
+    assert judged(ours, theirs, found("embed", "a"), pairs=pairs, match=Proposal(()))[0] == "inconclusive"
+    given = {**ours.whole_numbers, "['slots']": torch.tensor([2, 7, 9])}
+    theirs = replace(theirs, whole_numbers=given)
+    assert judged(ours, theirs, found("embed", "a"), pairs=pairs, match=Proposal(()))[0] == "differ"
 
 
 def test_inputs_that_are_rounded_results_of_an_earlier_call_are_no_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,7 +49,7 @@ class Turns(_HeldInTurn):
         frame = frame.assign(added=0.0, dtype="float32", cast=None)
         parts = {"remarks": (NOT_COMPARED,), "lacks_result": True, **parts}
         found = Findings(frame, 5.0, 1, without_output=("The output was not compared.",))
-        compared = Comparison(found, 1, self._session, None, "inconclusive", **parts)
+        compared = Comparison(found, 1, self._session, None, parts.pop("answer", "inconclusive"), **parts)
         monkeypatch.setattr(unit_judge, "judge_held_calls", lambda *_: compared)
 
     def _first(self) -> HeldUnits:
@@ -85,6 +86,40 @@ def test_a_part_completes_only_a_call_that_agrees_but_for_its_result(
     other = HeldUnits(PART.baseline, [call("Head", result, "Engine")])
     lacks = bool(result is not LOGITS)
     assert Turns(monkeypatch, tmp_path, [WHOLE, other], lacks_result=lacks).judge().answer == "inconclusive"
+
+
+@pytest.mark.parametrize(("factor", "answer"), [(1.0, "inconclusive"), (1.3, "differ")])
+def test_a_part_that_returns_only_some_of_the_result_clears_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float, answer: str
+) -> None:
+    both = replace(call("Net", LOGITS), plain={"[0]": LOGITS, "[1]": LOGITS * 2})
+    head = replace(call("Head", LOGITS, "Engine"), plain={"[0]": LOGITS * factor})
+    units = [HeldUnits([both], WHOLE.target), HeldUnits([both], [head])]
+    assert Turns(monkeypatch, tmp_path, units).judge().answer == answer
+
+
+@pytest.mark.parametrize(
+    ("side", "result", "answer"),
+    [
+        ("baseline", LOGITS[:, :2], "inconclusive"),
+        ("baseline", LOGITS + 1, "inconclusive"),
+        ("baseline", LOGITS, "agree"),
+        ("target", LOGITS[:, :2], "agree"),
+    ],
+)
+def test_a_part_of_the_baseline_whose_result_the_target_lacks_clears_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, side: str, result: torch.Tensor, answer: str
+) -> None:
+    ours, theirs = [call("Net", LOGITS)], [call("Engine", LOGITS)]
+    part = [call("Head", result, "Net" if side == "baseline" else "Engine")]
+    alone = HeldUnits(part, [ScriptEnd()]) if side == "baseline" else HeldUnits([ScriptEnd()], part)
+    complete = {"answer": "agree", "remarks": (), "lacks_result": False}
+    compared = Turns(monkeypatch, tmp_path, [HeldUnits(ours, theirs), alone], **complete).judge()
+    lacking = (
+        "The baseline's script calls Head, a part of its Net, by itself, and no call of the target returns the same, "
+        "so the target may lack it."
+    )
+    assert (compared.answer, lacking in compared.text.splitlines()) == (answer, answer == "inconclusive")
 
 
 def test_only_one_sides_part_of_a_called_model_is_called_alone() -> None:

@@ -24,7 +24,7 @@ from graftlab.comparison.call_remarks import (
     not_trusted,
     rounds_earlier,
 )
-from graftlab.comparison.equal_rows import have_equal_rows
+from graftlab.comparison.equal_rows import have_equal_rows, have_no_near_rows
 from graftlab.comparison.held_calls import why_no_backward
 from graftlab.comparison.held_units import HeldUnits, why_not_held
 from graftlab.comparison.left_to_updates import perhaps_of_other_work, unless_of_a_part, why_left_to_update
@@ -303,6 +303,18 @@ def test_only_a_mask_of_ones_and_zeros_shows_padding() -> None:
         assert said(other) == []
     assert said(mask, "token_mask") == said(mask, pair=None) == said(mask, groups=()) == said(mask, groups="hg") == []
     assert said(mask, pair=(X, moved + 1.0)) == said(mask, pair=(X, moved[:, :7])) == []
+
+
+def test_rows_are_far_from_all_others_only_if_there_are_any_also_of_sparse_results() -> None:
+    rows = torch.randn(4, 16)
+
+    def are_far(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        sides = ([CallDescription("Net", 1, False, (), {"": each}, {})] for each in (ours, theirs))
+        return have_no_near_rows(*sides)
+
+    assert not are_far(rows[:0], rows[:0])
+    assert are_far(rows.to_sparse(), (rows + 1).to_sparse())
+    assert not are_far(rows.to_sparse(), rows.flip(0).to_sparse())
 
 
 def test_results_have_equal_rows_in_any_order_unless_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

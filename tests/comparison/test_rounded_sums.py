@@ -70,6 +70,46 @@ def test_a_mistake_of_a_few_roundings_is_none_of_float32_alone() -> None:
     assert "in float64" not in text
 
 
+class Normed(nn.Module):
+    """A norm of small numbers, to which its epsilon matters by a few roundings."""
+
+    def __init__(self, eps: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.RMSNorm(32, eps), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(0.22 * x))
+
+
+class Beside(nn.Module):
+    """A small branch, perhaps in 16 bits, beside a large one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.dtype = nn.Linear(32, 32), nn.Linear(32, 32), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x + (0.005 * x.tanh()).to(self.dtype).float()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("baseline", "target"),
+    [
+        # The default is that of the dtype, which float64 makes as small as the other.
+        (partial(Normed, None), partial(Normed, 1e-12)),
+        (partial(Beside, torch.float32), partial(Beside, torch.float16)),
+    ],
+)
+def test_a_mistake_that_float64_would_not_make_is_not_cleared(baseline: Any, target: Any) -> None:
+    comparison = gl.compare(baseline, target, X)
+    with comparison.session:
+        assert comparison.answer == "differ", comparison.text
+        assert "in float64" not in comparison.text
+
+
 # ---- when float64 clears ---------------------------------------------------------------------------------------------
 
 
@@ -124,7 +164,7 @@ def test_what_is_far_smaller_in_float64_is_cleared_with_both_numbers() -> None:
     (said,) = look.said
     assert said == (
         "In float32 fc differs by up to 1.2e-06 from equal inputs, and in float64, from the same numbers, by 1.2e-07: "
-        "a sum is rounded differently."
+        "they only round differently."
     )
     # A third of it, if that is less than two roundings.
     assert looked(verdict(3 * ONE), verdict(ONE, label="clean"))[0].said
