@@ -88,8 +88,8 @@ class Repeats:
         """
         frame = self.session.run(repeat_call, repeat_call).frame
         cut = frame[frame["aligned_by"].astype(str).str.startswith("slice") & (frame["status"] == "compared")]
-        weights = cut[[kind_of(tags) == "param" for tags in cut["tags"]]]
-        return bool((weights["rel_l2"] > _NEAR).any())
+        is_weight = [kind_of(tags) == "param" for tags in cut["tags"]]
+        return bool((cut["rel_l2"] > _NEAR)[is_weight].any())
 
     def add_backward(self) -> str | None:
         """Include a backward pass in each run; returns the reason if that fails."""

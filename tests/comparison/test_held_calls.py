@@ -805,8 +805,12 @@ def test_taps_whose_pairs_do_not_fit_a_call_are_those_that_fail_in_a_run_of_it()
 def test_ranks_have_other_parts_where_a_weight_is_far_from_its_slice(differing: dict[str, Any], has: bool) -> None:
     row = {"name": "w", "status": "compared", "aligned_by": "slice dim=0", "rel_l2": 1.3, "tags": {"kind": "param"}}
     session = MagicMock()
-    session.run.return_value.frame = pd.DataFrame([{**row, "rel_l2": 0.0}, {**row, **differing}, {**row, "tags": {}}])
+    rows = pd.DataFrame([{**row, "rel_l2": 0.0}, {**row, **differing}, {**row, "tags": {}}])
+    session.run.return_value.frame = rows
     assert Repeats(session).have_other_parts() == has
+    # Where no tap is sliced.
+    session.run.return_value.frame = rows.assign(aligned_by=None)
+    assert not Repeats(session).have_other_parts()
 
 
 def test_a_backward_pass_that_fails_on_a_rank_is_dropped_on_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -59,6 +60,8 @@ def outcomes(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) ->
     left_out = ("graftlab", "cacheprovider", "xdist", "playwright", "timeout")
     plugins = [*(f"-pno:{each}" for each in left_out), "-pgraftlab.pytest_plugin"]
     place = ["--rootdir", str(folder), "-c", "/dev/null", "--import-mode", "importlib"]
+    # Another project's file of this name may be imported already.
+    sys.modules.pop("test_port", None)
     pytest.main([*plugins, *place, "-rA", "-q", *options, str(folder / "test_port.py")])
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines() if line.startswith(("PASSED ", "FAILED "))]
