@@ -152,7 +152,7 @@ def _paired(
 
 
 def _with_other_parts(repeats: Repeats) -> Proposal | None:
-    """The pairs of taps of equal names of which each rank has other parts than follow from its number, put in force."""
+    """Put in force, and return, pairs of taps of one name whose ranks have other parts than their numbers say."""
     found = repeats.match()
     pairs = tuple(each for each in found.pairs if any(isinstance(step, Regroup) for step in each.layout.steps))
     if not pairs:

@@ -88,7 +88,7 @@ def _all_are_given(fewer: Sequence[Tensor], more: Sequence[Tensor]) -> bool:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether these are the same numbers, each as often, but for one number of which the larger tensor has more."""
+    """Whether these are the same numbers, each as often, but for one that the larger has more often."""
     more, fewer = (Counter(each.tolist()) for each in sorted((one, other), key=Tensor.numel, reverse=True))
     return not fewer - more and len(more - fewer) <= 1
 

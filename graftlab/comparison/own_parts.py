@@ -93,7 +93,7 @@ class OwnParts:
 
     @property
     def perhaps_lacking(self) -> list[str]:
-        """A sentence on each part of the baseline of which a call was left out, which the target may lack."""
+        """A sentence on each part of the baseline whose call was left out: the target may lack it."""
         return [each.lacking for each in self._left_out if each.side == "baseline"]
 
     @property

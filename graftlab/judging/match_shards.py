@@ -61,7 +61,7 @@ def with_shards(
 
 
 def _fused(baseline: Sequence[RecordedTap], left: Mapping[str, Sequence[RecordedTap]]) -> Iterator[Pair]:
-    """The pairs of taps that both sides have fused from blocks, each of which is cut over the target's ranks.
+    """The pairs of taps that both sides have fused from blocks, where the target cuts each block over its ranks.
 
     A module's output follows its weight, even if something before it differs.
     """
