@@ -193,8 +193,8 @@ class Router(QuietRouter):
         super().__init__()
         self.far: tuple[FarEnd, ...] = ()
         self.reads = 0
-        self.released = threading.Event()
-        self.released.set()
+        self._turn = threading.Condition()
+        self._holding = self._held = False
 
     def bring(self, far: FarEnd | None = None, *frames: bytes) -> None:
         """Let these frames arrive."""
@@ -205,17 +205,26 @@ class Router(QuietRouter):
 
     def hold(self) -> None:
         """Return once the proxy waits in its read."""
-        before = self.reads
-        self.released.clear()
-        self.bring()
-        wait_until(lambda: self.reads > before, "a read")
+        with self._turn:
+            self._holding = True
+            self.bring()
+            assert self._turn.wait_for(lambda: self._held, DEADLINE)
+
+    def release(self) -> None:
+        with self._turn:
+            self._holding = False
+            self._turn.notify_all()
 
     def collect(self) -> Any:
         self.reads += 1
         if select.select([self.ready], [], [], 0)[0]:
             os.read(self.ready, 4096)
         found = [(each, each.receive()) for each in self.far]
-        assert self.released.wait(DEADLINE)
+        with self._turn:
+            self._held = True
+            self._turn.notify_all()
+            assert self._turn.wait_for(lambda: not self._holding, DEADLINE)
+            self._held = False
         # As the real one, it reports an end once.
         self.far = tuple(each for each in self.far if not each.closed)
         return [(far, frames) for far, frames in found if frames or far.closed]
@@ -286,7 +295,7 @@ class Place:
             self.proxy.forward(line.far, line.ends)
 
     def close(self) -> None:
-        self.router.released.set()
+        self.router.release()
         self.proxy.close()
         for line in self.lines:
             line.close()
@@ -322,7 +331,7 @@ def test_a_reader_is_woken_by_messages_and_not_by_rows(place: MakePlace) -> None
     line.has(b"rone", b"rtwo")
     server.router.hold()
     assert line.woken() == b"asleep"
-    server.router.released.set()
+    server.router.release()
     server.router.bring(line.far, bundled(b"mfirst", b"rlast"))
     line.has(b"rone", b"rtwo", b"mfirst", b"rlast")
     wait_until(lambda: line.woken() == b"!", "the wake")
@@ -486,7 +495,7 @@ def test_a_closed_proxy_has_forwarded_what_had_arrived(place: MakePlace, caplog:
     wait_until(lambda: server.proxy._closing, "the request to close")
     for each, frame in ((line, b"mfar"), (other, large)):
         server.router.bring(each.far, bundled(frame) if each is line else len(frame).to_bytes(8, "little") + frame)
-    server.router.released.set()
+    server.router.release()
     closing.result(DEADLINE)
     reader.result(DEADLINE)
     line.has(b"mfar")
