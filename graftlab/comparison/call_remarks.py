@@ -20,6 +20,9 @@ from graftlab.ranks.widening import NARROW
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.returned_values import compare_returned
 
+AFTER_CALL = "the loss and the optimizer's step, which may follow this call."
+"""What a call that needs gradients does not show, and the next update does."""
+
 # A path begins with the argument's name in brackets: ['args[1]'].slots.
 ARGUMENT = re.compile(r"^\['(.+?)'\]")
 # Others have ones for padding, or zeros for tokens that are read, such as those of the first of two segments.

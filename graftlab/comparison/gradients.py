@@ -117,7 +117,10 @@ def judge_gradients(
     elif named:
         sentences.append(_in_words(over, named, factor))
     if factor != 1.0:
-        sentences.append(_of_factor(factor, alike, bool(named or absent)))
+        others_differ = bool(named or absent)
+        sentences.append(_of_factor(factor, alike, others_differ))
+        if not others_differ and (norms := _norms_in_words(baseline[0], target[0], paired)):
+            sentences.append(norms)
     if named or factor != 1.0:
         sentences += _where(baseline, target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
@@ -423,6 +426,16 @@ def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
         f"The gradients of the {others} are {factor:.6g} times the baseline's, as when clipping by the global norm "
         "follows from the gradients above, which are shown without this factor."
     )
+
+
+def _norms_in_words(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str:
+    """A sentence on both sides' norms over all gradients, which may be a limit of clipping; blank if one is unknown."""
+    pairs = [(one, target.gradients.get(paired.get(name, ""))) for name, one in baseline.gradients.items()]
+    known = [(one, other) for one, other in pairs if other is not None and other.shape == one.shape]
+    if not known or len(known) < max(len(pairs), len(target.gradients)):
+        return ""
+    ours, theirs = (math.sqrt(sum(each.norm**2 for each in side)) for side in zip(*known, strict=True))
+    return f"The norm over all of them is {ours:.4g} on the baseline and {theirs:.4g} on the target."
 
 
 def _where(

@@ -13,6 +13,7 @@ from graftlab.base.tap_groups import kind_of_group
 from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import NOT_COMPARED, Comparison, ReasonedAnswer, answer_of, is_beyond_rounding
 from graftlab.comparison.call_remarks import (
+    AFTER_CALL,
     ARGUMENT,
     difference_without_taps,
     differing_numbers,
@@ -405,12 +406,11 @@ def _add_backward(
     calls = [*baseline, *target]
     if not any(call.needs_backward for call in calls):
         return []
-    after = "the loss and the optimizer's step, which may follow this call."
     if (why := why_no_backward(calls)) is not None:
-        return [f"the backward pass: {why}; and {after}"]
+        return [f"the backward pass: {why}.", AFTER_CALL]
     if (failed := repeats.add_backward()) is not None:
-        return [f"the backward pass, which could not be repeated ({failed}); and {after}"]
-    return [after]
+        return [f"the backward pass, which could not be repeated ({failed}).", AFTER_CALL]
+    return [AFTER_CALL]
 
 
 def why_no_backward(calls: Sequence[CallDescription]) -> str | None:

@@ -292,7 +292,7 @@ class _HeldInTurn:
         self._needs, self._in_other_order = {side: set() for side in SIDES}, None
         if self._unit_judge.must_refuse(held):
             return self._unit_judge.refused(self._passed())
-        self._so_far.updates += 1
+        self._so_far.add_update()
         compared = followed_by(self._unit_judge.judge_update(held), self._left_to_updates)
         if compared.answer == "agree" or compared.left_to_next_update:
             self._so_far.clear_updates(compared)

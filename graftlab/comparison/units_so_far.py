@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from graftlab.base.text import counted, listed, numbered
 from graftlab.comparison.answers import Comparison
+from graftlab.comparison.call_remarks import AFTER_CALL
 from graftlab.comparison.held_units import PartOfModel
 from graftlab.judging.unmeasured import BEGIN_INPUT
 from graftlab.verdict.wording import NOT_CHECKED
@@ -38,8 +39,8 @@ class UnitsSoFar:
         self.raised: list[str] = []
         # How many calls of one side were left out because its model is perhaps a part of the other side's.
         self.of_parts: Counter[PartOfModel] = Counter()
-        # By sentence, the first call in which this was not checked.
-        self._not_checked: dict[str, int] = {}
+        # By sentence, the calls in which this was not checked.
+        self._not_checked: dict[str, list[int]] = {}
 
     @property
     def looked_at(self) -> int:
@@ -66,13 +67,21 @@ class UnitsSoFar:
     def add_call(self, model: str, compared: Comparison) -> None:
         """Note a call that was judged."""
         self.models.append(model)
-        for line in compared.text.splitlines():
+        for line in dict.fromkeys(compared.text.splitlines()):
             if line.startswith(NOT_CHECKED):
-                self._not_checked.setdefault(line, len(self.models))
+                self._not_checked.setdefault(line, []).append(len(self.models))
 
     def add_undecided_call(self, compared: Comparison) -> None:
         """Note that the last call can only be judged in part."""
         self.undecided[len(self.models) - 1] = compared
+
+    def add_update(self) -> None:
+        """Note an update that was judged, and so what followed the calls before it."""
+        self.updates += 1
+        after = f"{NOT_CHECKED}{AFTER_CALL}"
+        self._not_checked.pop(after, None)
+        for place, call in self.undecided.items():
+            self.undecided[place] = replace(call, remarks=tuple(line for line in call.remarks if line != after))
 
     def complete_call(self) -> Comparison | None:
         """Let the last call agree if it lacks only its result, which a part has shown; None if it lacks more."""
@@ -83,7 +92,9 @@ class UnitsSoFar:
 
     def leave_out(self, part: PartOfModel) -> None:
         """Forget the last call, which is of a part of the other side's model."""
-        self._not_checked = {line: call for line, call in self._not_checked.items() if call < len(self.models)}
+        for calls in self._not_checked.values():
+            if calls[-1:] == [len(self.models)]:
+                calls.pop()
         self.models.pop()
         self.of_parts[part] = 0
 
@@ -138,9 +149,9 @@ class UnitsSoFar:
         """Sentences on what was not checked in other calls than the one of this comparison."""
         own = compared.text.splitlines()
         return [
-            f"{NOT_CHECKED}in call {call}, {line.removeprefix(NOT_CHECKED)}"
-            for line, call in self._not_checked.items()
-            if line not in own
+            f"{NOT_CHECKED}in {numbered('call', calls)}, {line.removeprefix(NOT_CHECKED)}"
+            for line, calls in self._not_checked.items()
+            if calls and line not in own
         ]
 
     def with_calls_before(self, compared: Comparison) -> Comparison:

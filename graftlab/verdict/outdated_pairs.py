@@ -108,6 +108,5 @@ def no_longer_equal(outdated: Sequence[OutdatedPair]) -> str:
     now = f"now {pair.present}" if pair.present else f"differs by {pair.now:.2g} now"
     return (
         f"{pair.target}{more} matched {pair.baseline} by value to {pair.matched:.1g} when the pairs were made, and "
-        f"{now}: the code or the call has changed since. If the target was fixed meanwhile, these pairs are outdated; "
-        "match again."
+        f"{now}. If the target's code has changed since, match again."
     )

@@ -93,6 +93,27 @@ def test_an_update_agrees_once_all_weights_that_it_left_are_equal() -> None:
         assert found[2].remarks == ()
 
 
+def test_an_update_that_was_judged_shows_what_followed_the_calls_before_it() -> None:
+    so_far, elsewhere = UnitsSoFar(), SimpleNamespace(text="")
+    after = "the loss and the optimizer's step, which may follow this call."
+    findings = Findings(pd.DataFrame({"group": [], "label": []}), 5.0, 1)
+    call = Comparison(findings, 1, Mock(), None, "inconclusive", ("Why.", f"Not checked: {after}"))
+
+    def said() -> tuple[list[str], list[tuple[str, ...]]]:
+        not_checked = so_far.not_checked_elsewhere(elsewhere)  # type: ignore[arg-type]
+        return not_checked, [each.remarks for each in so_far.undecided.values()]
+
+    so_far.add_call("Net", call)
+    so_far.add_undecided_call(call)
+    assert said() == ([f"Not checked: in call 1, {after}"], [call.remarks])
+    so_far.add_update()
+    assert said() == ([], [("Why.",)])
+    # No update follows these calls.
+    so_far.add_call("Net", call)
+    so_far.add_call("Net", call)
+    assert said()[0] == [f"Not checked: in calls 2-3, {after}"]
+
+
 def test_what_a_call_of_a_part_does_not_check_is_forgotten_with_it() -> None:
     so_far, nothing = UnitsSoFar(), SimpleNamespace(text="Not checked: own.")
     part = PartOfModel("target", "Filter", 10, "Net", 100)
@@ -101,7 +122,7 @@ def test_what_a_call_of_a_part_does_not_check_is_forgotten_with_it() -> None:
     said = [so_far.not_checked_elsewhere(nothing)]  # type: ignore[arg-type]
     so_far.leave_out(part)
     said.append(so_far.not_checked_elsewhere(nothing))  # type: ignore[arg-type]
-    assert said == [["Not checked: in call 1, x.", "Not checked: in call 2, y."], ["Not checked: in call 1, x."]]
+    assert said == [["Not checked: in calls 1-2, x.", "Not checked: in call 2, y."], ["Not checked: in call 1, x."]]
     assert (so_far.models, so_far.of_parts) == (["Net"], {part: 0})
 
 

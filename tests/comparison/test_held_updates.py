@@ -407,7 +407,11 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
         rows = [row(name, 0, ours[name], theirs[name]) for name in ours]
         return judge_gradients(rows, [description(ours)], [description(theirs)], {})
 
-    assert found().sentences[0] == "All gradients that the optimizer reads are 2 times the baseline's."
+    norm = math.sqrt(sum(float(each.norm()) ** 2 for each in ours.values()))
+    assert found().sentences[:2] == (
+        "All gradients that the optimizer reads are 2 times the baseline's.",
+        f"The norm over all of them is {norm:.4g} on the baseline and {2 * norm:.4g} on the target.",
+    )
     assert (found().factor, found().named) == (2.0, ())
     one = found(d=0.5 * ours["d"])
     assert (one.factor, one.named) == (2.0, ("d",))

@@ -63,7 +63,7 @@ def test_the_remark_prefers_a_pair_whose_present_partner_is_known() -> None:
         "blocks.1.q and 1 more matched layers.0.k by value to 1e-07 when the pairs were made, and now"
     )
     assert "now has the values of layers.1.q" in said
-    assert "and differs by 0.5 now: the code or the call has changed since" in no_longer_equal([OLD])
+    assert "and differs by 0.5 now. If the target's code has changed" in no_longer_equal([OLD])
 
 
 def test_a_target_that_had_another_roles_values_was_fixed_under_any_new_name() -> None:
