@@ -252,7 +252,7 @@ class _HeldInTurn:
         if (why := why_left_to_update(compared, held)) is not None:
             self._leave_to_update(compared, why)
             # The call was not compared, so it does not count among those that agree, nor do pairs found in it.
-            self._so_far.models.pop()
+            self._so_far.forget_call()
             if is_new:
                 self._unit_judge.forget_pairs()
             return replace(compared, answer="agree")

@@ -90,12 +90,16 @@ class UnitsSoFar:
             return None
         return self.undecided.pop(last).with_result()
 
-    def leave_out(self, part: PartOfModel) -> None:
-        """Forget the last call, which is of a part of the other side's model."""
+    def forget_call(self) -> None:
+        """Forget the last call, which shows nothing by itself."""
         for calls in self._not_checked.values():
             if calls[-1:] == [len(self.models)]:
                 calls.pop()
         self.models.pop()
+
+    def leave_out(self, part: PartOfModel) -> None:
+        """Forget the last call, which is of a part of the other side's model."""
+        self.forget_call()
         self.of_parts[part] = 0
 
     def clear_updates(self, later: Comparison) -> None:

@@ -416,12 +416,12 @@ def in_other_order(
     following: list[Any] = [*calls[1:], *last, None]
 
     def judge(turns: Any, held: HeldUnits) -> Comparison:
-        turns._so_far.models.append("Net")
-        turns._unit_judge._proposals.setdefault(("Net", "Net"), None)
         left = len([*calls[1:], *last, None]) - len(following)
-        return compared(
-            "differ" if left_to_updates.needs_differ(held) else "agree", ["of a call", f"after {left} units"]
-        )
+        answer: Answer = "differ" if left_to_updates.needs_differ(held) else "agree"
+        found = compared(answer, ["of a call", f"after {left} units", "Not checked: a result."])
+        turns._so_far.add_call("Net", found)
+        turns._unit_judge._proposals.setdefault(("Net", "Net"), None)
+        return found
 
     monkeypatch.setattr(_HeldInTurn, "_judge_call", judge)
     monkeypatch.setattr(unit_judge, "judge_held_updates", lambda *_: compared("agree", ["of an update"]))
@@ -440,6 +440,8 @@ def test_calls_in_another_order_are_left_to_the_update_that_follows(
     assert found.answer == "agree"
     assert found.remarks[0] == "1 update of the weights agrees."
     assert found.remarks[-2:] == ("of an update", left_to_updates._IN_OTHER_ORDER)
+    # What these calls did not show matters no longer.
+    assert not any("a result" in remark for remark in found.remarks)
     # Pairs found between calls of different work are not used again.
     assert turns._unit_judge._proposals == {}
 
