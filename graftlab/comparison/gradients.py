@@ -116,6 +116,7 @@ def judge_gradients(
         sentences.append(sum_of_steps)
     elif named:
         sentences.append(_in_words(over, named, factor))
+        sentences += _where_they_begin(named, lines, baseline[0]) if factor == 1.0 else []
     if factor != 1.0:
         others_differ = bool(named or absent)
         sentences.append(_of_factor(factor, alike, others_differ))
@@ -416,6 +417,19 @@ def _in_words(over: Sequence[_GradientPair], named: Sequence[str], factor: float
     subject = "gradient" if len(named) == 1 else "gradients"
     apart = " apart from the factor below" if factor != 1.0 else ""
     return f"The {subject} of {first_of([*shown], _SHOWN)} {verb}{apart}."
+
+
+def _where_they_begin(named: Sequence[str], lines: Sequence[_GradientPair], baseline: UpdateDescription) -> list[str]:
+    """A sentence on the first gradient of the backward pass that differs, if some before it agree."""
+    compared = {line.name for line in lines}
+    order = [name for name in baseline.accumulated if name in compared]
+    first = next((place for place, name in enumerate(order) if name in named), 0)
+    if first == 0:
+        return []
+    return [
+        f"In the order of the baseline's backward pass, the gradients agree up to {order[first - 1]}, and the first "
+        f"that differs is that of {order[first]}."
+    ]
 
 
 def _of_factor(factor: float, alike: int, others_differ: bool) -> str:

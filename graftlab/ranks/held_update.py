@@ -64,10 +64,10 @@ class UpdateDescription:
 
     ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
     the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
-    backward passes left before anything else changed them, and ``previous`` those of the last update. ``of_results``
-    are those that the loss gave to the results of the calls. ``frozen`` are weights of the models that no optimizer of
-    the process has, ``elsewhere`` those that only others have, and ``without_gradient`` those of this one's weights
-    that no gradient reached. ``scale`` is a gradient scaler's factor
+    backward passes left before anything else changed them, in the order in which they were computed, and ``previous``
+    those of the last update. ``of_results`` are those that the loss gave to the results of the calls. ``frozen`` are
+    weights of the models that no optimizer of the process has, ``elsewhere`` those that only others have, and
+    ``without_gradient`` those of this one's weights that no gradient reached. ``scale`` is a gradient scaler's factor
     in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin. ``of_shards`` are
     this rank's parts of sharded gradients, as the last backward pass left them and as the optimizer reads them.
     ``states`` has, by weight, the shapes of the tensors that the optimizer keeps for it after the step.
@@ -235,6 +235,9 @@ class HeldUpdate:
         has_closure = self._watch_calls is not None
         once, twice = ([], []) if has_closure else (self._results(), self._results())
         accumulated, shards = self._gradients.accumulated, self._gradients.of_shards
+        order = {weight: place for place, weight in enumerate(accumulated)}
+        left = [name for name, w in weights.items() if id(w) in order]
+        left.sort(key=lambda name: order[id(weights[name])])
         elsewhere = self._elsewhere()
         return UpdateDescription(
             type(self._optimizer).__name__,
@@ -242,7 +245,7 @@ class HeldUpdate:
             self._calls,
             _settings_of(self._optimizer, weights),
             self.gradients,
-            {name: accumulated[id(w)] for name, w in weights.items() if id(w) in accumulated},
+            {name: accumulated[id(weights[name])] for name in left},
             self._previous,
             dict(self._gradients.of_results),
             {name: str(w.dtype).removeprefix("torch.") for name, w in weights.items()},

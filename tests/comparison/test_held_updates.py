@@ -399,6 +399,26 @@ def test_a_weight_that_is_not_trained_is_not_said_to_lack_its_gradient_too() -> 
     assert found.sentences == ("The target does not train v, and the baseline does.",)
 
 
+def test_the_first_gradient_of_the_backward_pass_that_differs_is_named() -> None:
+    ours = {name: drawn(number) for number, name in enumerate("abcd")}
+
+    def said(*wrong: str, absent: str = "", times: float = 1.0) -> list[str]:
+        theirs = {name: drawn(9) if name in wrong else times * each for name, each in ours.items()}
+        rows = [row(name, 0, ours[name], theirs[name]) for name in ours if name != absent]
+        backward = description(ours, dict(reversed(ours.items())))
+        found = judge_gradients(rows, [backward], [description(theirs)], {})
+        return [each for each in found.sentences if "In the order of" in each]
+
+    order = "In the order of the baseline's backward pass, the gradients agree up to"
+    assert said("a", "b") == [f"{order} c, and the first that differs is that of b."]
+    assert said("c") == [f"{order} d, and the first that differs is that of c."]
+    # What was not compared may differ.
+    assert said("a", "b", absent="c") == [f"{order} d, and the first that differs is that of b."]
+    assert said("a", "b", absent="d") == [f"{order} c, and the first that differs is that of b."]
+    # Nothing is known to agree before the first, nor apart from a factor.
+    assert said("d", "a") == said("a", times=2.0) == said() == []
+
+
 def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_differ() -> None:
     ours = {name: drawn(number) for number, name in enumerate("abcd")}
 

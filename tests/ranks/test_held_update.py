@@ -167,6 +167,8 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     assert found.frozen == ("1.weight", "1.bias", "2.weight")
     assert found.without_gradient == ("2.weight", "2.bias")
     assert set(found.gradients) == set(found.accumulated) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    # The last layer's come first.
+    assert [name[0] for name in found.accumulated] == ["1", "1", "0", "0"]
     assert torch.equal(found.gradients["0.bias"].values, 2 * found.accumulated["0.bias"].values)
     assert found.of_results["out"].values.tolist() == [1.0]
     assert set(found.settings["lr"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
