@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from graftlab.base.progress import reported_to
+from graftlab.base.world import Side
 from graftlab.comparison.sides import (
     WRONG_USAGE,
     command_of,
@@ -55,6 +57,8 @@ _WITHOUT_EFFECT = {
 # Seconds without a terminal between two reports.
 _PATIENCE = 15.0
 _SHOWN = 100
+# Seconds for which a side's ranks may wait for its others before that is said to be perhaps in vain.
+_LONG = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -355,6 +359,8 @@ class _Progress:
         self._began = self._reported_at = time.monotonic()
         self._reported: str | None = None
         self._is_terminal = sys.stderr.isatty()
+        # When some ranks of this side, but not all, were first seen to wait in a call.
+        self._held_in_part: dict[Side, float] = {}
 
     def __enter__(self) -> _Progress:
         return self
@@ -369,6 +375,22 @@ class _Progress:
         waiting = f"waiting for {', '.join(missing)} to call a model"
         last = next((p.last_lines(1) for p in processes if any(label.startswith(p.side) for label in missing)), "")
         self._show(waiting, f" · {last.strip()}", at_once=len(missing) < len(processes))
+        for process in processes:
+            behind = [label for label in missing if label.startswith(process.side)]
+            if 0 < len(behind) < process.command.ranks:
+                self._note_held_in_part(process.side, behind)
+
+    def _note_held_in_part(self, side: Side, behind: Sequence[str]) -> None:
+        """Say once, after a while, that the ranks which are held may be what those that are ``behind`` wait for."""
+        since, now = self._held_in_part.setdefault(side, time.monotonic()), time.monotonic()
+        if now - since > _LONG:
+            self._held_in_part[side] = math.inf
+            self.announce(
+                f"Since {now - since:.0f} s other ranks of the {side} wait in their first call, which is held until "
+                f"{', '.join(behind)} {'makes a call' if len(behind) == 1 else 'make calls'}, too. If that needs their "
+                "result first, as the next stage of a pipeline does, these calls cannot be compared: press Ctrl-C, and "
+                "run all stages in one process."
+            )
 
     def show(self, title: str) -> None:
         """Show the present activity."""

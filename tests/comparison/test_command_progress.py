@@ -37,7 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 PROCESSES: Any = [
-    SimpleNamespace(side=side, last_lines=lambda most, side=side: f"{most} of {side}  ")
+    SimpleNamespace(
+        side=side, command=SimpleNamespace(ranks=2), last_lines=lambda most, side=side: f"{most} of {side}  "
+    )
     for side in ("baseline", "target")
 ]
 
@@ -80,6 +82,31 @@ def test_in_a_file_there_is_a_line_now_and_then(clock: SimpleNamespace, monkeypa
         "waiting for target[0] to call a model · 0 s",
         f"loads · {command._PATIENCE + 1:.0f} s",
         "one sentence",
+    ]
+
+
+def test_ranks_that_are_held_while_others_of_their_side_are_not_are_mentioned_once(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def said() -> list[str]:
+        return [line for line in shown.getvalue().splitlines() if "Since" in line]
+
+    with _Progress() as progress:
+        # No rank of the baseline is held, and all of the target's are.
+        for missing in (["baseline[0]", "baseline[1]"], ["baseline[0]", "baseline[1]", "target[1]"], ["target[1]"]):
+            clock.value += command._LONG
+            progress.wait_for(PROCESSES, missing)
+        assert said() == []
+        clock.value += 1
+        progress.wait_for(PROCESSES, ["target[1]"])
+        progress.wait_for(PROCESSES, ["target[1]"])
+    assert said() == [
+        "Since 31 s other ranks of the target wait in their first call, which is held until target[1] makes a call, "
+        "too. If that needs their result first, as the next stage of a pipeline does, these calls cannot be compared: "
+        "press Ctrl-C, and run all stages in one process."
     ]
 
 
