@@ -12,6 +12,7 @@ import torch
 from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted, first_of, spans
 from graftlab.base.world import other_side
+from graftlab.comparison.amplified_rounding import distance, distance_of_amplified
 from graftlab.comparison.rows_of_loss import rows_of_loss
 from graftlab.diffs.results import is_in_a_cache
 from graftlab.diffs.rounding import assumed_floor, roundoff
@@ -45,9 +46,10 @@ class GradientFindings:
 
     ``named`` are the weights whose gradients differ by more than a common factor, ``factor`` is that factor, 1 if there
     is none. ``unseen`` has sentences on what was not compared. ``losses`` is a sentence on losses that differ although
-    their gradients agree, ``rounding`` one on gradients whose difference 16 bits may explain. ``parts`` is 0, or the
-    number of ranks that have only their parts of some gradients, which the target's step may still add up; 1 if it may
-    average them. ``small`` are the weights whose gradients may be rounding noise, so that they were not compared.
+    their gradients agree, ``rounding`` one on gradients whose difference 16 bits, or a loss that amplifies rounding,
+    may explain. ``parts`` is 0, or the number of ranks that have only their parts of some gradients, which the target's
+    step may still add up; 1 if it may average them. ``small`` are the weights whose gradients may be rounding noise, so
+    that they were not compared.
     """
 
     sentences: tuple[str, ...] = ()
@@ -106,6 +108,8 @@ def judge_gradients(
     rounding = ""
     if factor == 1.0 and not absent and _may_be_rounding(over, lines, known):
         rounding, over = _of_rounding(over), []
+    elif factor == 1.0 and not absent and (of_loss := _of_amplifying_loss(over, baseline, target)):
+        rounding, over = of_loss, []
     named = tuple(dict.fromkeys(line.name for line in over))
     sentences, parts = list(absent), 0
     paired = {line.name: line.target_name for line in lines}
@@ -147,17 +151,43 @@ def _may_be_rounding(over: Sequence[_GradientPair], lines: Sequence[_GradientPai
     )
 
 
-def _of_rounding(over: Sequence[_GradientPair]) -> str:
-    """A sentence on these gradients; blank if there are none."""
+def _of_amplifying_loss(
+    over: Sequence[_GradientPair], baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription]
+) -> str:
+    """A sentence if rounding that a loss amplifies may explain these gradients, else blank."""
+    if not over or len(baseline) != len(target):
+        return ""
+    ranks = [*zip(baseline, target, strict=True)]
+    if any({*ours.of_results} != {*_common_results(ours, theirs)} for ours, theirs in ranks):
+        return ""
+    pairs = [pair for ours, theirs in ranks for pair in _common_results(ours, theirs).values()]
+    apart = distance_of_amplified(pairs)
+    if not apart or not all(line.limit < apart and line.left(1.0) <= _TIMES * apart for line in over):
+        return ""
+    return (
+        f"The gradients of {_with_distances(over)} differ, and so do, by {apart:.2g}, those of the loss with "
+        "respect to the model's results. Rounding of the results may explain that, where the loss amplifies it as a "
+        "logarithm of small numbers does, and so may a small mistake in the loss. Compare both sides in float64 to "
+        "find out."
+    )
+
+
+def _with_distances(over: Sequence[_GradientPair]) -> str:
+    """These gradients with their distances, in words."""
     apart: dict[str, float] = {}
     for line in over:
         apart[line.name] = max(apart.get(line.name, 0.0), line.left(1.0))
-    if not apart:
+    return first_of([f"{name} (rel_l2 {left:.2g})" for name, left in apart.items()], _SHOWN)
+
+
+def _of_rounding(over: Sequence[_GradientPair]) -> str:
+    """A sentence on these gradients; blank if there are none."""
+    if not over:
         return ""
-    names = first_of([f"{name} (rel_l2 {left:.2g})" for name, left in apart.items()], _SHOWN)
     return (
-        f"The gradients of {names} differ by little more than the floor assumed for 16 bits. Rounding may explain "
-        "that: no call was compared that shows how far it moves them. Compare both sides in float32 to find out."
+        f"The gradients of {_with_distances(over)} differ by little more than the floor assumed for 16 bits. "
+        "Rounding may explain that: no call was compared that shows how far it moves them. Compare both sides in "
+        "float32 to find out."
     )
 
 
@@ -351,13 +381,13 @@ def _sum_of_ranks(
             if expected is None or len(parts) < len(target) or any(part.shape != expected.shape for part in parts):
                 continue
             found = [part.values for part in parts]
-            if all(_distance(expected.values, each) <= limit for each in found):
+            if all(distance(expected.values, each) <= limit for each in found):
                 # Each rank has the whole gradient, and makes something else of it.
                 continue
             # A script that has reduced them leaves no rank its own part, though the ranks may clip differently.
             is_own = all(_factor(part, each.gradients[own]) for part, each in zip(parts, target, strict=True))
-            apart = any(_distance(found[0], each) > limit for each in found[1:])
-            is_whole = _distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit
+            apart = any(distance(found[0], each) > limit for each in found[1:])
+            is_whole = distance(expected.values, torch.stack(found).sum(0) / divisor) <= limit
             fits[name] = is_own and apart and is_whole
         if fits and all(fits.values()):
             ranks = spans(range(len(target)))
@@ -383,7 +413,7 @@ def _sum_of_steps(
             before = added.previous.get(mine)
             if expected is None or found is None or before is None or found.shape != expected.shape:
                 continue
-            fits.append(_distance(found.values, expected.values + before.values) <= _SUM)
+            fits.append(distance(found.values, expected.values + before.values) <= _SUM)
         if fits and all(fits):
             other = other_side(side)
             return (
@@ -395,12 +425,6 @@ def _sum_of_steps(
 
 def _accumulated(description: UpdateDescription, name: str) -> TensorSample | None:
     return description.accumulated.get(name) or description.gradients.get(name)
-
-
-def _distance(expected: torch.Tensor, found: torch.Tensor) -> float:
-    norm = float(expected.norm())
-    apart = float((found - expected).norm())
-    return apart / norm if norm else (0.0 if apart == 0 else math.inf)
 
 
 def _in_words(over: Sequence[_GradientPair], named: Sequence[str], factor: float) -> str:
@@ -539,7 +563,7 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
             f"The gradients of the loss with respect to the model's results are {listed} times the baseline's: "
             "micro-batches or terms of the loss are weighted differently."
         )
-    apart = {place: _distance(one.values, other.values) for place, (one, other) in pairs.items()}
+    apart = {place: distance(one.values, other.values) for place, (one, other) in pairs.items()}
     # A cache has gradients of the model's own attention.
     worst = max(apart, key=lambda place: (not is_in_a_cache(place), apart[place]))
     differ = f"The gradients of the loss with respect to the model's results differ (rel_l2 {apart[worst]:.2g}): the"

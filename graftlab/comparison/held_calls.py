@@ -43,7 +43,7 @@ from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.holding import repeat_call
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.returned_values import compare_returned
+from graftlab.verdict.returned_values import compare_returned, of_other_taps, without_places
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.wording import NOT_CHECKED
 
@@ -239,7 +239,8 @@ def _conclude(
         conclusion.answer = "differ"
         conclusion.reasons.append(f"The results of the two calls differ by {max(far):.2g}.")
     inputs = findings.frame[findings.frame["group"].map(kind_of_group) == "input"]
-    returned = baseline[0].returned, target[0].returned
+    others = of_other_taps(baseline[0].returned, target[0].returned, pairs)
+    returned = baseline[0].returned, without_places(target[0].returned, others)
     cannot_tell = trusted and not results.compared
     unlike: list[str] = []
     given_alike = bool(len(inputs)) and not _has_parts(inputs, pairs)
@@ -251,7 +252,8 @@ def _conclude(
             conclusion.doubt(next(iter(values_of_other_shapes(*returned, matched=True)), None))
     elif len(baseline) == len(target):
         # Different numbers of ranks may have parts of the result, and a match may have found its rows or its layout.
-        unlike = values_of_other_shapes(baseline[0].plain, target[0].plain, matched=proposal is not None)
+        plain = without_places(target[0].plain, others)
+        unlike = values_of_other_shapes(baseline[0].plain, plain, matched=proposal is not None)
     may_be_other_work = cannot_tell and not given_alike and conclusion.answer != "differ"
     if may_be_other_work and (unlike or conclusion.answer == "inconclusive"):
         of_batches = other_batch(baseline, target)

@@ -41,14 +41,15 @@ class CoarseDtypes:
 
 
 @contextlib.contextmanager
-def in_float64(*, rounds_stored: bool = False) -> Iterator[CoarseDtypes]:
+def in_float64(*, rounds_stored: bool = False, widens_new: bool = False) -> Iterator[CoarseDtypes]:
     """Have this thread's operators compute in float64, whatever lower precision their inputs have.
 
     Their results stay in float64, so nothing is rounded between them. So are new tensors of 16 bits without values, or
     with values that 16 bits hold exactly, such as a mask. Writes into an existing tensor, and random numbers, keep
     their dtype; an operator without a float64 version runs unchanged. With ``rounds_stored``, also of an
     outer call, float32 tensors that no operator has computed, such as weights, are still rounded where the code
-    converts them to 16 bits.
+    converts them to 16 bits. With ``widens_new`` new tensors in float32, such as ``torch.zeros`` or positions, are in
+    float64 too, with the same values: a convolution with a bias refuses them beside weights in float64.
     Yields the dtypes of 16 bits that the operators reach, which are complete at the end.
 
     Raises the code's own errors if it requires a certain dtype.
@@ -60,7 +61,7 @@ def in_float64(*, rounds_stored: bool = False) -> Iterator[CoarseDtypes]:
     # An accelerator's backward pass would run in a separate thread, without the mode.
     before = getattr(_here, "rounds_stored", False)
     _here.rounds_stored = rounds_stored or before
-    mode = _Float64Mode()
+    mode = _Float64Mode(widens_new)
     try:
         with torch.autograd.set_multithreading_enabled(False), mode:
             yield mode.coarse
@@ -80,9 +81,10 @@ def as_it_is() -> Iterator[None]:
 
 
 class _Float64Mode(UntracedMode):
-    def __init__(self) -> None:
+    def __init__(self, widens_new: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.coarse = CoarseDtypes()
+        self._widens_new = widens_new
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,7 +118,7 @@ class _Float64Mode(UntracedMode):
             dtypes = [each.dtype for each in tensors_in(args)]
             asked = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
             if _FLOATING.isdisjoint(dtypes):
-                return _made(func, args, kwargs)
+                return _made(func, args, kwargs, self._widens_new)
             if _WIDE.keys().isdisjoint([*dtypes, *asked]):
                 return func(*args, **kwargs)
             with contextlib.suppress(RuntimeError):  # no float64 version, as for some fused attention
@@ -138,12 +140,17 @@ _WITHOUT_VALUES = {
 _PACKED = re.compile(r"pack|int[48]|quant|fbgemm|cslt|_scaled_(grouped_)?mm")
 
 
-def _made(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator that is given no floating-point numbers: in float64 if 16 bits would not round it."""
+def _made(func: Any, args: Any, kwargs: Mapping[str, Any], widens_new: bool) -> Any:
+    """The result of an operator that is given no floating-point numbers: in float64 if 16 bits would not round it, or
+    with ``widens_new`` if it is in float32.
+    """
     result = func(*args, **kwargs)
     takes_dtype = any(each.name == "dtype" for each in func._schema.arguments)
     # Sparse and meta tensors, and subclasses such as jagged ones, have no comparison of values.
     is_plain = type(result) is torch.Tensor and result.layout is torch.strided and not result.is_meta
+    if widens_new and is_plain and result.dtype == torch.float32:
+        # To make it in float64 would be another operator, and its values might be rounded differently.
+        return result.to(torch.float64)
     if not (takes_dtype and is_plain and result.dtype in _COARSE):
         return result
     with contextlib.suppress(RuntimeError):  # no float64 version, or a nested tensor

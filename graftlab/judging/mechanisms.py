@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -16,7 +17,7 @@ from graftlab.base.tags import own_tags
 from graftlab.base.tap_groups import filter_of, group_of, is_value, kind_of
 from graftlab.diffs.maps import difference_map
 from graftlab.diffs.rounding import assumed_floor
-from graftlab.errors import GraftError, SessionError
+from graftlab.errors import GraftError, LayoutError, SessionError
 from graftlab.grafting.kept import OCCURRENCE
 from graftlab.judging.stored_weights import stored_otherwise
 from graftlab.judging.verdict_runs import RunFilters, VerdictAbandoned, VerdictRuns, kept_pair
@@ -104,6 +105,7 @@ class LentWeights:
             except SessionError:
                 # Without room for the pair there is no hint.
                 continue
+            pair = _without_others(pair, row, PairTable(runs.before.pairs))
             hint = hint_of(*pair)
             if pair[0].shape == pair[1].shape:
                 maps[group] = ShownMap(name, difference_map(*pair), hint)
@@ -250,7 +252,29 @@ class Mechanisms:
 
     def _pair(self, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._pairs.get(call_key(row))
-        return kept_pair(self._runs, row, row["step"]) if known is None else known
+        pair = kept_pair(self._runs, row, row["step"]) if known is None else known
+        return _without_others(pair, row, self._table)
+
+    @cached_property
+    def _table(self) -> PairTable:
+        return PairTable(self._runs.before.pairs)
+
+
+def _without_others(
+    pair: tuple[torch.Tensor, torch.Tensor], row: Mapping[str, Any], table: PairTable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kept pair of a row, without what the target alone has in its tensor, such as the weights of other layers.
+
+    The pair is in the target's shape, and equal in the rest. An index of it would be read as one of the baseline's tap.
+    """
+    target = row.get("target_name") or row["name"]
+    found = table.of("target", target, row.get("tags") or {})
+    rule = next((each.rule for each in found if each.name == row["name"] and each.rule is not None), None)
+    if rule is None or not rule.is_part or rule.whole != "target" or rule.moves_rows:
+        return pair
+    with contextlib.suppress(LayoutError):
+        return rule.parsed.local(pair[0]), rule.parsed.local(pair[1])
+    return pair
 
 
 def _rules_of_inputs(names: Iterable[tuple[str, str]], rules: Sequence[PairRule]) -> list[PairRule]:

@@ -124,6 +124,8 @@ class HeldCall:
         self._wide: WideTensors | None = None
         # The dtypes of 16 bits that are left while operators compute in float64; None if they do not.
         self._in_float64: set[str] | None = None
+        # Whether all numbers in float32 are in float64 then, too.
+        self._all_in_float64 = False
         self._narrow_snapshot = self._snapshot
         # What the call reads in 16 bits that neither models nor arguments have, once :meth:`constants` has found it.
         self._stored: dict[str, torch.Tensor] = {}
@@ -506,7 +508,7 @@ class HeldCall:
             except SessionError as error:
                 return str(error)
             self._snapshot = self._taken()
-        self._in_float64 = set()
+        self._in_float64, self._all_in_float64 = set(), stored
         if (failure := self._called_once(self.narrow)) is not None or not stored:
             return failure
         wide = AskedOperators()
@@ -571,7 +573,8 @@ class HeldCall:
             devices = {each.device.type for each in self._read().values()} if self._wide is not None else set()
             with no_autocast_cache(), no_autocast(devices):
                 return _with_items(self._call())
-        with no_autocast_cache(), taps_within(as_it_is), in_float64(rounds_stored=True) as coarse:
+        mode = in_float64(rounds_stored=True, widens_new=self._all_in_float64)
+        with no_autocast_cache(), taps_within(as_it_is), mode as coarse:
             result = _with_items(self._call())
         self._in_float64 |= coarse.left
         return result

@@ -199,6 +199,21 @@ def compare_returned(
             found, moved = _in_rows_of(named_tensors(expected), named_tensors(found), by_request)
             left.update(dict.fromkeys(f"the order of the rows of {value_in_words(path)}" for path in moved))
         compared = compare_results(*_in_parts(expected, found, pairs), matched=bool(pairs))
+        others = of_other_taps(expected, found, pairs)
+        if others:
+            # Results with other parts on each side have different values at one place.
+            ours, theirs = named_tensors(expected), named_tensors(found)
+            elsewhere = {path: place for path, tap in others.items() if (place := _path_of(tap, ours)) is not None}
+            placed = {place: theirs[path] for path, place in elsewhere.items() if place not in theirs}
+            found = with_tensors(theirs, {**without_places(theirs, others), **placed})
+            compared = compare_results(*_in_parts(expected, found, pairs), matched=True)
+            unmoved = {path: tap for path, tap in others.items() if elsewhere.get(path) not in placed}
+            # What has another place is at least said, where nothing else is.
+            said = others if not (unmoved or compared.lost or compared.reshaped) else unmoved
+            lost.update(
+                (f"the target returns the baseline's {tap} as {value_in_words(path)}", None)
+                for path, tap in said.items()
+            )
         differences += compared.differences
         reshaped += compared.reshaped
         # One of several ranks may return its shard, and pairs may have layouts.
@@ -243,6 +258,32 @@ def _in_parts(expected: object, found: object, pairs: Sequence[PairRule]) -> tup
             gone = {path} if side == "target" else parts.keys()
             theirs = with_tensors(theirs, {**{name: theirs[name] for name in theirs if name not in gone}, **changed})
     return ours, theirs
+
+
+def of_other_taps(expected: object, found: object, pairs: Sequence[PairRule]) -> dict[str, str]:
+    """The baseline's tap that the target returns, by its place in the target's result, where pairs show that the
+    baseline returns another value there; nothing if both return as many values, or a side a single one.
+    """
+    ours, theirs = named_tensors(expected), named_tensors(found)
+    counts = [sum(not is_written(path) for path in each) for each in (ours, theirs)]
+    if min(counts) < 2 or counts[0] == counts[1]:
+        # Values that have changed places are a mistake.
+        return {}
+    taps: dict[str, set[str]] = defaultdict(set)
+    for rule in pairs:
+        path = _path_of(rule.target, theirs) if is_output(TapCallName.of(rule.target).name) else None
+        if path is not None and path in ours:
+            taps[path].add(rule.baseline)
+    return {
+        path: min(names)
+        for path, names in taps.items()
+        if not any(_path_of(name, ours) == path for name in names if is_output(TapCallName.of(name).name))
+    }
+
+
+def without_places(result: Mapping[str, torch.Tensor], places: Collection[str]) -> NamedTensors:
+    """A result without the tensors at these places."""
+    return with_tensors(result, {path: each for path, each in result.items() if path not in places})
 
 
 def _path_of(tap: str, result: NamedTensors) -> str | None:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import graftlab as gl
+from graftlab.comparison.amplified_rounding import distance
 from graftlab.comparison.answers import Comparison
-from graftlab.comparison.gradients import _distance, _factor, _is_unscaled, judge_gradients
+from graftlab.comparison.gradients import _factor, _is_unscaled, judge_gradients
 from graftlab.comparison.held_updates import (
     _differing_settings,
     _fused,
@@ -453,6 +454,32 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
     assert two.sentences[0].endswith(" differ.")
 
 
+def test_gradients_that_differ_as_the_losss_own_do_may_be_rounding_that_the_loss_amplifies() -> None:
+    noise, whole = drawn(7), drawn(0)
+
+    def found(of_weight: torch.Tensor, of_result: torch.Tensor, ranks: int = 1) -> Any:
+        ours = replace(description({"w": whole}), of_results=samples(y=drawn(2)))
+        theirs = replace(description({"w": of_weight}), of_results=samples(y=of_result))
+        rows = [row("w", rank, whole, of_weight) for rank in range(ranks)]
+        return judge_gradients(rows, [ours], [theirs] * ranks, {})
+
+    rounded = found(whole + 2e-4 * noise, drawn(2) + 5e-5 * noise)
+    assert (rounded.sentences, rounded.named) == ((), ())
+    assert "by 5.2e-05, those of the loss with respect to the model's results." in rounded.rounding
+    assert rounded.rounding.startswith("The gradients of w (rel_l2 0.0002) differ, and so do, ")
+    for of_weight, of_result, ranks in (
+        # The loss agrees, or differs by a factor, or by far less than the weight's gradient, or too much.
+        (whole + 2e-4 * noise, drawn(2), 1),
+        (whole * (1 + 2e-4) + 1e-4 * noise, drawn(2) * (1 + 5e-5), 1),
+        (whole + 2e-3 * noise, drawn(2) + 5e-5 * noise, 1),
+        (whole + 2e-2 * noise, drawn(2) + 5e-3 * noise, 1),
+        # Of ranks, none is the other side's.
+        (whole + 2e-4 * noise, drawn(2) + 5e-5 * noise, 2),
+    ):
+        wrong = found(of_weight, of_result, ranks)
+        assert (wrong.named, wrong.rounding) == (("w",), "")
+
+
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_gradients_that_still_have_those_of_the_last_update_are_not_set_to_zero(side: str) -> None:
     clean, last = {"w": drawn(0), "v": drawn(1)}, {"w": drawn(2), "v": drawn(3)}
@@ -506,7 +533,7 @@ def test_summands_may_be_alike_on_some_ranks_and_have_one_shape() -> None:
 
 def test_a_difference_from_zeros_is_without_bound() -> None:
     zeros, ones = torch.zeros(3), torch.ones(3)
-    assert [_distance(*pair) for pair in ((zeros, zeros), (zeros, ones), (ones, zeros))] == [0.0, math.inf, 1.0]
+    assert [distance(*pair) for pair in ((zeros, zeros), (zeros, ones), (ones, zeros))] == [0.0, math.inf, 1.0]
 
 
 def test_a_factor_of_half_of_the_gradients_is_not_that_of_all() -> None:

@@ -25,6 +25,7 @@ from graftlab.comparison.recorded_calls import judge_against_recording
 from graftlab.comparison.repeats import JudgingChoice, NoCloserLookError, Repeats
 from graftlab.control.verdicts import Verdict
 from graftlab.diffs.maps import difference_map
+from graftlab.diffs.results import NamedTensors
 from graftlab.diffs.rounding import DEFAULT_NOISE_FLOOR
 from graftlab.errors import MatchError, RecordingError, RunError, SessionError
 from graftlab.layouts import Layout, parse_layout
@@ -939,6 +940,18 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
     ours, theirs = ({"['a']": near * ONES, "['b']": far * ONES} for near, far in ((1.0, 1.0), (1.5, 4.0)))
     sides = (replace(held(), plain=each, tapped=each) for each in (ours, theirs))
     assert judged(*sides, stale) == ("differ", ["The results of the two calls differ by 3."])
+
+
+def test_results_with_other_parts_do_not_differ_if_pairs_show_what_the_target_returns() -> None:
+    ours = {"[0]": ONES[0], "[1]": ONES, "[2]": ONES}
+    theirs = {"[0]": ONES[:, :2], "[1]": ONES}
+    sides = [replace(held(), plain=NamedTensors(each), tapped=NamedTensors(each)) for each in (ours, theirs)]
+    with_inputs, match = found("x@input", "a", "output"), Proposal((Pair("a", "a"),))
+    answer, remarks = judged(*sides, with_inputs, match=match)
+    assert (answer, len(remarks)) == ("differ", 1)
+    assert remarks[0].startswith("The returned value [0] has the shape")
+    runs = Runs(with_inputs, match=match, pairs=[PairRule("actor", "output[0]"), PairRule("output[2]", "output[1]")])
+    assert runs.judge(*sides).remarks == ()
 
 
 def test_results_of_other_shapes_differ_if_the_inputs_are_equal() -> None:

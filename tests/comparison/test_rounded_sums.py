@@ -37,15 +37,17 @@ class Shifted(nn.Linear):
 
 
 class Convolved(nn.Module):
-    """A layer between convolutions with a bias, whose input and bias must have one dtype."""
+    """A layer between convolutions with a bias, whose input and bias must have one dtype, also if the input is new."""
 
     def __init__(self, shift: float, factor: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.before, self.layer, self.after = nn.Conv1d(4, 4, 1), Shifted(shift, factor), nn.Conv1d(4, 4, 1)
+        self.begin = nn.Conv1d(4, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.layer(self.before(x)))
+        state = self.begin(torch.zeros(x.shape))
+        return self.after(self.layer(self.before(x) + state))
 
 
 def compared(shift: float, factor: float = 1.0) -> tuple[str, str]:

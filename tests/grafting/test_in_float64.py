@@ -91,6 +91,25 @@ def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> No
         assert torch.equal(found, rounded())
 
 
+def test_new_tensors_of_float32_are_wide_with_the_same_values_where_that_is_asked_for() -> None:
+    made: dict[str, Callable[[], Tensor]] = {
+        "zeros": lambda: torch.zeros(2, 3),
+        "positions": lambda: torch.arange(5).float(),
+        "rounded": lambda: torch.full((2,), 0.1),
+        "grid": lambda: torch.linspace(0, 1, 7),
+    }
+    for name, make in made.items():
+        with in_float64():
+            kept = make()
+        with in_float64(widens_new=True):
+            found = make()
+        assert (kept.dtype, found.dtype) == (torch.float32, torch.float64), name
+        assert torch.equal(found, make().double()), name
+    conv = torch.nn.Conv1d(1, 1, 1).double()
+    with in_float64(widens_new=True):
+        assert conv(torch.zeros(1, 1, 2)).dtype == torch.float64
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_new_tensors_whose_values_cannot_be_compared_are_made_as_before() -> None:
     rows = [torch.tensor([1]), torch.tensor([1, 2])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ import torch
 from kit.rows import tap
 from torch import Tensor
 
+from graftlab.base.world import Side
 from graftlab.diffs.results import ResultDifference
 from graftlab.errors import SessionError
 from graftlab.grafting.kept import OCCURRENCE
@@ -34,6 +36,7 @@ class Runs:
         self._newest: Mapping[str, Pair] = {}
         self.asked: list[RunFilters] = []
         self.calls: list[tuple[Any, ...]] = []
+        self.before = SimpleNamespace(pairs=[])
 
     def both(self, why: str, wanted: RunFilters) -> None:
         self.asked.append(wanted)
@@ -72,6 +75,22 @@ def test_a_group_is_looked_at_where_it_adds_the_most_in_a_run_that_keeps_its_pai
     assert (wanted.b2t, wanted.leaving) == ("True", "name == 'alone'")
     assert "h\\\\.1" in str(wanted.keep)
     assert found.maps["h"].title == "h.1"
+
+
+@pytest.mark.parametrize("whole", ["target", "baseline"])
+def test_a_hint_has_indices_of_the_part_that_the_baseline_has_where_the_target_stacks_layers(whole: Side) -> None:
+    stacked = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(1))
+    wrong = stacked.clone()
+    wrong[2, 5] = -wrong[2, 5]
+    runs = Runs({"layers.2.weight": (stacked, wrong)})
+    layout = "part(index=2, of=[1, 1, 1, 1], dim=0) | 1 b c -> b c"
+    runs.before.pairs = [PairRule("layers.2.weight", "weights", layout, whole)]
+    found = mechanisms(runs)
+    lines = frame_of(line("layers.2.weight", 1, 9.0, target_name="weights"))
+    hint = found.hints(lines, ["layers.2.weight"])["layers.2.weight"]
+    # Where the baseline has the whole, its tensor has that index.
+    place = "index 5 of dim 0" if whole == "target" else "index 2 of dim 0 and index 5 of dim 1"
+    assert hint.startswith(f"at layers.2.weight, only at {place}, ")
 
 
 def test_a_pair_is_asked_for_by_its_call() -> None:
@@ -154,6 +173,7 @@ class LendingRuns:
         self.returned = ReturnedValues((ResultDifference("", own, ("float32", "float32")),))
         self.was_returned = False
         self.closed = False
+        self.before = SimpleNamespace(pairs=[])
 
     @property
     def session(self) -> LendingRuns:

@@ -81,3 +81,34 @@ def test_a_value_that_both_return_is_compared_as_it_is() -> None:
         "['output']": 0.0,
         "['boxes']": 0.01,
     }
+
+
+MEANS, VALUES = torch.randn(8, 3), torch.randn(8, 1)
+OF_POLICY = {"[0]": torch.randn(8), "[1]": torch.randn(8), "[2]": VALUES}
+OTHERWISE = PairRule("actor", "output[0]"), PairRule("output[2]", "output[1]")
+
+
+def test_results_with_other_parts_are_compared_where_pairs_say_and_not_by_their_places() -> None:
+    ours = OF_POLICY["[0]"], OF_POLICY["[1]"], OF_POLICY["[2]"]
+    found = compare_returned([ours], [(MEANS, VALUES[:, 0])], OTHERWISE)
+    assert (far(found), found.left) == ({"[2]": 0.0}, ())
+    assert found.lost == (
+        "the target returns the baseline's actor as the returned value [0]",
+        "only the baseline returns the result's [0], the result's [1]",
+    )
+    # A value that is wrong is still compared, in the place that its pair gives.
+    assert far(compare_returned([ours], [(MEANS, 1.01 * VALUES[:, 0])], OTHERWISE)) == {"[2]": 0.01}
+    unpaired = compare_returned([ours], [(MEANS, VALUES[:, 0])], [PairRule("actor", "output[0]")])
+    assert [*far(unpaired)] == ["[1]"]
+
+
+def test_results_of_one_form_whose_parts_have_changed_places_differ() -> None:
+    swapped = PairRule("output[0]", "output[1]"), PairRule("output[1]", "output[0]")
+    ours = torch.ones(8), torch.full((8,), 2.0)
+    assert far(compare_returned([ours], [ours[::-1]], swapped)) == {"[0]": 1.0, "[1]": 0.5}
+    # So do those of different shapes.
+    mixed = compare_returned([(MEANS, VALUES)], [(VALUES, MEANS)], swapped)
+    assert (far(mixed), len(mixed.left)) == ({}, 2)
+    # Of one value alone it is the whole result that is another.
+    hidden = compare_returned([torch.ones(8, 3)], [torch.ones(8, 2)], [PairRule("hidden", "output")])
+    assert hidden.left == ("the result has the shape [8, 3] on the baseline and [8, 2] on the target",)
