@@ -743,6 +743,19 @@ def test_a_run_whose_rows_cannot_be_stored_still_ends(
     assert core.start("1", "1").wait(60).target == ["ended", "ended"]
 
 
+def test_each_view_of_the_taps_has_all_of_them_whatever_others_have_seen(
+    core: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    views = [core.live_taps(), core.live_taps()]
+    for each in ranks[1:]:
+        play(each, rows=1)
+    core.start(target="1").wait(60)
+    assert [len(view.look()) for view in views] == [2, 2]
+    # Each looks again only at what is new to itself.
+    assert views[0] is not views[1]
+    assert len(core.live_taps().look()) == 2
+
+
 def test_output_of_ranks_is_shown_during_the_wait(
     core: SessionCore, ranks: list[TalkingRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
