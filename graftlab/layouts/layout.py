@@ -143,6 +143,16 @@ class Layout:
             whole = step.get(whole, at)
         return whole
 
+    def local_of(self, joined: Joined, rank: int = 0, lengths: Sequence[int] | None = None) -> Joined:
+        """Return a rank's part of a whole that was joined, with the mask of what is known of that part."""
+        known = joined.known
+        if known is None and self.lacks:
+            known = torch.ones_like(joined.whole, dtype=torch.bool)
+        if known is not None:
+            known = self.local(known, rank, lengths)
+            known = None if bool(known.all()) else known
+        return replace(joined, whole=self.local(joined.whole, rank, lengths), known=known)
+
     def split(self, whole: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
         """Return the tensors of all ranks, in the order of ``mesh.ranks``."""
         return [self.local(whole, rank, lengths) for rank in self.mesh.ranks]
@@ -288,11 +298,8 @@ def relayout(
     joined = join_parts(parts, shape, lengths)
     if own is not None and not own.numel() and any(isinstance(step, OneOf) for step in layout.steps):
         return Relaid(own, None, joined.disagreements, layout.caveats)
-    value = layout.local(joined.whole, rank, lengths)
-    mask = torch.ones_like(joined.whole, dtype=torch.bool) if joined.known is None and layout.lacks else joined.known
-    known = None if mask is None else layout.local(mask, rank, lengths)
-    if known is not None and bool(known.all()):
-        known = None
+    part = layout.local_of(joined, rank, lengths)
+    value, known = part.whole, part.known
     if own is not None and own.shape != value.shape:
         texts = ", ".join(str(part) for part, _ in parts)
         raise LayoutError(

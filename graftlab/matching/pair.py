@@ -10,6 +10,8 @@ from graftlab.layouts import Layout
 
 Sureness = Literal["exact", "near", "confirmed", "rule", "guess"]
 SURENESS: tuple[Sureness, ...] = ("exact", "near", "confirmed", "rule", "guess")
+BY_VALUE: frozenset[str] = frozenset({"exact", "near", "confirmed"})
+"""Those of pairs whose values match, so that a graft may rely on them."""
 
 MEANINGS = {
     "exact": "the values are bit-equal",
@@ -54,7 +56,7 @@ class Pair:
     @property
     def by_value(self) -> bool:
         """Whether the values match, so that a graft may rely on the pair."""
-        return self.sureness in ("exact", "near", "confirmed")
+        return self.sureness in BY_VALUE
 
     def noted(self, note: str) -> Pair:
         return replace(self, note=f"{self.note}; {note}" if self.note else note)

@@ -321,9 +321,10 @@ def _inferred(
         theirs = _after(out_of, theirs)
     shape = senders.layout.shape if out_of is None else tuple(given.target.shape)
     joined = join_parts([(theirs, tensors)], shape, _lengths(given))
-    whole, known = joined.whole, joined.known
     if into is not None:
-        whole = into.local(whole, 0, _lengths(given))
+        joined = into.local_of(joined, 0, _lengths(given))
+        theirs = _after(theirs, into)
+    whole, known = joined.whole, joined.known
     if known is not None:
         if whole.shape != given.target.shape:
             raise LayoutError(
@@ -334,8 +335,10 @@ def _inferred(
     found = default_transform(
         replace(given, received_list=[whole], received_extras_list=[None], senders=[0], send_world_size=1)
     )
-    text = f"{theirs if into is None else _after(theirs, into)} => {INFERRED}"
-    return replace(found, known=known, layout=text, note=_note_on(joined.disagreements))
+    if known is not None:
+        matched, unmatched = _rows_of_pair(given, known)
+        found = replace(found, known=known, rows_matched=matched, rows_unmatched=unmatched)
+    return replace(found, layout=f"{theirs} => {INFERRED}", note=_note_on(joined.disagreements))
 
 
 def _cut(given: GraftTransformInput, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,10 @@ from graftlab.base.tap_groups import kind_of
 from graftlab.base.text import counted
 from graftlab.matching.contradictions import other_roles
 from graftlab.matching.names import similarity
-from graftlab.matching.pair import Pair
+from graftlab.matching.pair import BY_VALUE, Pair
 from graftlab.matching.sketch import limit_for
 from graftlab.plan.plan import GraftPlan
 from graftlab.verdict.added import records
-
-_BY_VALUE = ("exact", "near", "confirmed")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def outdated_pairs(grafted: pd.DataFrame, plan: GraftPlan, given: Collection[str
     """
     found: dict[str, OutdatedPair] = {}
     for row in records(grafted):
-        if row["matched_by"] not in _BY_VALUE or row["name"] in given or pd.isna(row["match_rel"]):
+        if row["matched_by"] not in BY_VALUE or row["name"] in given or pd.isna(row["match_rel"]):
             continue
         if own_tags(row["tags"]).get("updated") or kind_of(row["tags"]) in ("grad", "param_grad"):
             # An optimizer's step has changed the weight since the match, which has compared no gradients.

@@ -26,7 +26,7 @@ from graftlab.base.world import Place
 from graftlab.control import closing
 from graftlab.control import plans as plans_module
 from graftlab.control import queries as queries_module
-from graftlab.control.core import SessionCore, callees_of
+from graftlab.control.core import SessionCore, callees_of, replace_ranks
 from graftlab.control.hub import MessageRouter
 from graftlab.control.kept_pairs import PairsOnRanks
 from graftlab.control.pickles import open_exception, open_value
@@ -743,6 +743,19 @@ def test_a_run_whose_rows_cannot_be_stored_still_ends(
     assert core.start("1", "1").wait(60).target == ["ended", "ended"]
 
 
+def test_each_view_of_the_taps_has_all_of_them_whatever_others_have_seen(
+    core: SessionCore, ranks: list[TalkingRank]
+) -> None:
+    views = [core.live_taps(), core.live_taps()]
+    for each in ranks[1:]:
+        play(each, rows=1)
+    core.start(target="1").wait(60)
+    assert [len(view.look()) for view in views] == [2, 2]
+    # Each looks again only at what is new to itself.
+    assert views[0] is not views[1]
+    assert len(core.live_taps().look()) == 2
+
+
 def test_output_of_ranks_is_shown_during_the_wait(
     core: SessionCore, ranks: list[TalkingRank], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -766,11 +779,57 @@ def test_closing_the_core_ends_its_ranks_and_closes_it(core: SessionCore, ranks:
         match=exactly("run 0 failed on target[0], target[1]\n\ntarget[0], target[1] died: the session was closed"),
     ):
         run.wait(60)
-    for call in (lambda: core.start(target="1"), lambda: core.edit(b2t="True"), lambda: core.kept()):
+
+
+def test_a_closed_session_refuses_all_that_needs_its_ranks(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    core.edit(keep="True")
+    core.close()
+    for call in (
+        lambda: core.start(target="1"),
+        lambda: core.run(target="1"),
+        lambda: core.execute("1"),
+        lambda: core.edit(b2t="True"),
+        core.undo,
+        core.kept,
+        core.restart,
+        lambda: core.tensors("x"),
+        lambda: core.difference_map("x"),
+        lambda: core.try_transform(lambda given: given.target, "x"),
+        lambda: core.try_transform(lambda given: given.target),
+        lambda: replace_ranks(core, lambda: []),
+    ):
         with pytest.raises(
             SessionClosedError, match=exactly("this session is closed; launch another with gl.launch(...) or %graft up")
         ):
             call()
+
+
+def test_every_part_of_the_core_asks_the_ranks_that_replaced_others(
+    core: SessionCore, ranks: list[TalkingRank], tmp_path: Path
+) -> None:
+    for each in ranks:
+        in_background(each.die)
+    with talking_ranks(tmp_path, 1, 2) as others:
+        replace_ranks(core, lambda: processes(others))
+        assert core.ranks == processes(others)
+        assert core.select("target[1]") == [others[2].rank]
+        for each in others:
+            assert each.hear_a(PlanUpdate) == PlanUpdate(to_wire(core.plan))
+            each.is_at("idle")
+        assert core.status()["state"].tolist() == ["idle"] * 3
+
+        def answer() -> None:
+            for each in (*others[1:], others[0]):
+                query = each.hear_a(Query)
+                each.line.send(Reply(query.number, KeptTags([])))
+
+        answering = in_background(answer)
+        assert core.kept() == []
+        answering.result(60)
+        run = core.start("1", "1")
+        for each in others:
+            play(each, result=each.rank.place.world_rank)
+        assert run.wait(60).target == [1, 2]
 
 
 def test_queries_are_answered_during_a_run(core: SessionCore, ranks: list[TalkingRank]) -> None:

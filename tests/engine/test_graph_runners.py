@@ -562,6 +562,14 @@ def test_attention_for_graphs_refuses_more_tokens_than_its_buffers_hold() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decode", "prefill", "both", "breakable"])
+def test_a_runner_has_the_window_of_its_model_unless_it_is_given_attention(kind: str) -> None:
+    engine = Engine(model(window=5), runner=RUNNERS[kind], max_requests=2, max_prefill_tokens=8)
+    runner: Any = graphs_of(engine)
+    found = [each.attention.sliding_window for each in (runner, getattr(runner, "decode", runner))]
+    assert found == [5, 5]
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_for_graphs_gives_the_numbers_of_the_eager_one(window: int | None, device: str) -> None:
     """Prefills in pieces, and decodes; both runners write the same into one cache."""

@@ -68,6 +68,21 @@ def test_changed_details_are_sent_though_the_status_is_the_same(rests: list[floa
     assert run(page, lambda: next(details), lambda: not page.found) == [IDLE, IDLE, WAITING]
 
 
+def test_details_are_read_before_the_page_so_that_a_wait_has_outlasted_what_they_count(
+    rests: list[float | None],
+) -> None:
+    order: list[str] = []
+
+    class Noting(Page):
+        def read(self) -> RankStatus:
+            order.append("page")
+            return super().read()
+
+    page = Noting(IDLE, IDLE)
+    run(page, lambda: order.append("details"), lambda: not page.found)
+    assert order == ["details", "page"] * 2
+
+
 def test_it_rests_as_long_as_it_is_given_and_ends_with_the_memory(rests: list[float | None]) -> None:
     for given, rested in (({}, 0.05), ({"rest": 0.25}, 0.25)):
         assert run(Page(IDLE, RUNNING, None), lambda: 0, lambda: False, **given) == [IDLE, RUNNING]

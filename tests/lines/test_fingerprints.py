@@ -20,6 +20,7 @@ from graftlab.lines.fingerprints import (
     agreement,
     fingerprint,
     joined,
+    with_rows,
 )
 from graftlab.lines.first_lost import _differ
 from graftlab.lines.known_values import is_sum
@@ -40,6 +41,15 @@ def test_a_negation_and_another_order_are_seen_whichever_tensor_comes_first(sort
     assert agreement(one, replace(one, projections=at), 1e-5) != IN_ORDER
     smaller = fingerprint(0.9 * X, sorts=sorts)
     assert agreement(one, smaller, 1e-5) == agreement(smaller, one, 1e-5) == DIFFERENT
+
+
+def test_a_distributed_tensor_has_the_fingerprint_of_the_part_on_its_rank() -> None:
+    whole, part = torch.zeros(8, 4), torch.arange(12.0).view(3, 4)
+    whole._local_tensor = part  # type: ignore[attr-defined]
+    own = fingerprint(part)
+    for sorts in (True, False):
+        assert repr(fingerprint(whole, sorts=sorts)) == repr(fingerprint(part, sorts=sorts))
+    assert repr(with_rows(own, whole)) == repr(with_rows(own, part))
 
 
 def test_a_number_near_zero_is_compared_by_the_size_of_the_others() -> None:

@@ -851,6 +851,31 @@ def test_a_function_that_is_applied_twice_is_blamed_where_it_is_called() -> None
     assert sources(found.target)[0] == "return x + turned(turned(x)) * sine"
 
 
+def turned_again(times: int) -> Callable[..., Tensor]:
+    def rotate(x: Tensor, sine: Tensor, left: int = times) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        y = torch.cat((-second, first), dim=-1)
+        if left > 1:
+            return rotate(y, sine, left - 1)
+        return y * sine
+
+    return rotate
+
+
+def test_a_callee_that_calls_itself_is_blamed_where_its_own_line_is_right_at_first() -> None:
+    def of_callee(traced: SliceTrace) -> SliceTrace:
+        # As in a session, where the callee has no caller.
+        own = [
+            replace(each, frames=tuple(frame for frame in each.frames if frame.function.endswith("rotate")))
+            for each in traced.operations
+        ]
+        return replace(traced, operations=own)
+
+    found = first_lost([of_callee(trace(turned_again(1), Q, K))], [of_callee(trace(turned_again(2), Q, K))], 0)
+    assert [len(each.operation.frames) for each in found.target] == [2, 2]
+    assert sources(found.target)[0] == "y = torch.cat((-second, first), dim=-1)"
+
+
 def decayed(factor: float) -> Callable[[Tensor], Tensor]:
     def step(h: Tensor, x: Tensor) -> Tensor:
         return h * factor + x

@@ -9,7 +9,7 @@ import pytest
 
 from graftlab.lines import partners
 from graftlab.lines.lost import LostOperation
-from graftlab.lines.partners import with_partners
+from graftlab.lines.partners import _may_correspond, with_partners
 
 
 def lost(index: int, name: str = "mm", **more: Any) -> LostOperation:
@@ -55,3 +55,36 @@ def test_a_lost_operation_has_the_only_partner_that_may_be_it(
     found = with_partners(own, others, side, side, 1e-5)
     assert [each.partner for each in found] == expected
     assert [each.counterpart for each in found] == [by_index.get(index) for index in expected]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "collectives", "expected"),
+    [
+        (((4, 6), (4, 6)), (1, 1), (False, False), True),
+        (((4, 6), (4, 6)), (2, 1), (False, False), True),
+        # A rank's part, of a whole or of a larger part.
+        (((4, 3), (4, 6)), (2, 1), (False, False), True),
+        (((4, 6), (4, 3)), (2, 4), (False, False), True),
+        # Not on as many ranks, nor along two dimensions, nor the whole beside a part of it.
+        (((4, 3), (4, 6)), (2, 2), (False, False), False),
+        (((2, 3), (4, 6)), (2, 1), (False, False), False),
+        (((4, 6), (4, 3)), (2, 1), (False, False), False),
+        (((6,), (4, 6)), (2, 1), (False, False), False),
+        # Grafts into the result of a collective would be overwritten.
+        (((4, 6), (4, 6)), (2, 2), (True, True), False),
+        (((4, 6), (4, 6)), (2, 2), (True, False), False),
+        (((4, 6), (4, 6)), (2, 2), (False, True), False),
+    ],
+)
+def test_partners_have_results_of_one_shape_or_one_has_a_ranks_part_of_the_others(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ranks: tuple[int, int],
+    collectives: tuple[bool, bool],
+    expected: bool,
+) -> None:
+    operations: list[Any] = [SimpleNamespace(is_collective=each) for each in collectives]
+    sides: list[Any] = [
+        SimpleNamespace(ranks=count, shape_of=lambda _, shape=shape: shape)
+        for shape, count in zip(shapes, ranks, strict=True)
+    ]
+    assert _may_correspond(*operations, *sides) is expected

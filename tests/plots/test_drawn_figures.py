@@ -93,6 +93,11 @@ def culprits() -> pd.DataFrame:
     return pd.DataFrame([*lines, {**lines[2], "ratio": 0.0, "added": 0.0}])
 
 
+def in_max_abs(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same numbers in another column."""
+    return frame.assign(max_abs=frame["rel_l2"], rel_l2=0.0)
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "divergence": lambda: plots.divergence(rows()),
     "divergence of runs": lambda: plots.divergence({"before": rows(2), "after": rows(1)}, noise_floor=1e-6),
@@ -100,12 +105,13 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "history": lambda: plots.history(rows(), "large"),
     "history of what is missing": lambda: plots.history(rows(), "missing"),
     "history of nan": lambda: plots.history(rows(), "nan"),
+    "history in a tensor's units": lambda: plots.history(rows().assign(std_target=0.5), "large", value="std_target"),
     "ranks": lambda: plots.ranks(rows(), "large"),
     "ranks of equal taps": lambda: plots.ranks(rows(), "exact"),
     "ranks of nan": lambda: plots.ranks(rows(), "nan"),
-    "ranks over many steps": lambda: plots.ranks(rows(400, 1), "small"),
+    "ranks over many steps": lambda: plots.ranks(in_max_abs(rows(400, 1)), "small", value="max_abs"),
     "over steps": lambda: plots.over_steps(rows()),
-    "over many steps": lambda: plots.over_steps(rows(60, 1), noise_floor=1.0),
+    "over many steps": lambda: plots.over_steps(in_max_abs(rows(60, 1)), value="max_abs", noise_floor=1.0),
     "heatmap": lambda: plots.heatmap(*pair(), title="hidden layer=3"),
     "heatmap of non-finite values": lambda: plots.heatmap(*odd_pair()),
     "heatmap of equal tensors": lambda: plots.heatmap(pair()[0], pair()[0]),

@@ -24,9 +24,12 @@ def sent() -> list[dict[str, str]]:
 
 def test_a_frame_is_sent_as_a_table_and_a_figure_as_a_picture(sent: list[dict[str, str]]) -> None:
     show = Displays(sent.append)
-    show(pd.DataFrame({"a": [1]}), Figure(), 3)
+    drawn = Figure()
+    show(pd.DataFrame({"a": [1]}), drawn, 3)
     table, figure, number = sent
     assert "<table" in table["text/html"]
+    assert figure.keys() == {"text/plain", "image/png"}
+    assert figure["text/plain"] == repr(drawn)
     assert base64.b64decode(figure["image/png"]).startswith(b"\x89PNG")
     assert number == {"text/plain": "3"}
 

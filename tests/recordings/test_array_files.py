@@ -61,6 +61,17 @@ def test_each_format_gives_the_arrays_by_their_names(tmp_path: Path) -> None:
     assert torch.equal(gl.Recording.open(tmp_path).tensor("hidden"), VALUES)
 
 
+def test_a_folder_of_arrays_may_be_given_by_the_home_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays" / "x.npy", VALUES.numpy())
+    recording = gl.Recording.from_files("~/arrays")
+    assert recording.folder == tmp_path / "arrays"
+    assert torch.equal(recording.tensor("x"), VALUES)
+
+
 def test_nested_values_of_a_torch_file_are_named_by_the_way_to_them(tmp_path: Path) -> None:
     torch.save({"layers": [{"out": VALUES}, {"out": VALUES + 1}], "text": "a prompt"}, tmp_path / "dump.pt")
     recording = gl.Recording.from_files(tmp_path)

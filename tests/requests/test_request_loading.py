@@ -541,6 +541,21 @@ def test_a_storage_that_differs_from_what_torch_writes_is_not_read(old: bytes, n
         assert type(read(_Reduces(torch.storage._load_from_bytes, (wrong,)))) is Opaque
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ],
+    ids=str,
+)
+def test_a_pickled_tensor_of_each_dtype_comes_back_as_it_was(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1, 2], [3, 4, 120]]).to(dtype)
+    found = read(tensor)
+    assert found.dtype is dtype
+    assert torch.equal(found, tensor)
+
+
 def test_a_tensor_that_is_lazily_negative_is_not_read_with_the_wrong_sign() -> None:
     tensor = torch.tensor([1.0, 2.0])
     assert torch.equal(read(tensor), tensor)

@@ -35,7 +35,7 @@ from graftlab.rows.checksums import SUMS_FILE
 from graftlab.rows.columns import BECAME, Block, Columns
 from graftlab.rows.encoding import decode, decode_lines, encode
 from graftlab.rows.frames import GrowingFrame
-from graftlab.rows.log import ROWS_FILE, header_line
+from graftlab.rows.log import ROWS_FILE, RowLog, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
 from graftlab.rows.tables import RepeatedTags, table_of_lines, with_steps
@@ -807,6 +807,41 @@ def test_a_full_disk_does_not_damage_rows_written_before_or_after(
     assert store.frame()["order"].tolist() == gl.load_run(tmp_path)["order"].tolist() == [1, 2, 3, 4]
     assert [made.order for made in store.rows()] == [1, 2, 3, 4]
     store.close()
+
+
+def test_rows_that_a_full_disk_lacks_are_counted_also_once_the_store_is_closed(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append([encode(row(order=1))])
+    file = store._log._file
+    store._log._file = FullDisk()
+    store.append([encode(row(order=2))])
+    # The disk has room again too late: the file is closed.
+    store._log._file = file
+    file.close()
+    said = (
+        f"rows 1 to 1 are not on disk, because {tmp_path / ROWS_FILE} cannot be written: no space left. They are in "
+        "memory and in session.frame until the session ends; make room, and the next row, run or close() writes them"
+    )
+    assert store.unwritten() == said
+    with pytest.raises(gl.SessionError, match=exactly(said)):
+        store.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left"), KeyboardInterrupt()])
+def test_a_folder_whose_rows_cannot_be_begun_stays_free_for_another_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLog, "start", fails)
+        # The error keeps what the store had opened.
+        with pytest.raises((gl.SessionError, KeyboardInterrupt)) as raised:
+            RowStore(tmp_path)
+    RowStore(tmp_path).close()
+    if isinstance(error, OSError):
+        assert str(raised.value) == f"the run folder {tmp_path} cannot be written: no space left"
 
 
 def test_a_log_with_other_columns_is_read_by_their_names(tmp_path: Path) -> None:

@@ -450,6 +450,74 @@ def test_elements_outside_a_layout_stay_the_receivers_own(dtype: torch.dtype) ->
     assert outcome.layout == f"{pair} => inferred"
 
 
+def half_sent_to(target: Tensor, rank: int, ranks: int) -> GraftTransformInput:
+    """One sender has the first half of a square, which the receivers have transposed."""
+    half = RankLayout(parse_layout("part(dim=0, index=0, of=[2, 2])"), (4, 4))
+    return GraftTransformInput(
+        {"name": "x"},
+        [SQUARE[:2]],
+        [None],
+        target,
+        received_layouts=[half],
+        senders=[0],
+        send_world_size=1,
+        recv_rank=rank,
+        recv_world_size=ranks,
+        pair=parse_layout("a b -> b a"),
+    )
+
+
+SQUARE = torch.arange(16.0).view(4, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_senders_leave_out_is_left_out_where_the_pair_moves_it(ranks: int) -> None:
+    outcome = by_layout(half_sent_to(torch.full((4, 4), -1.0), ranks - 1, ranks))
+    assert outcome.value.tolist() == [[row, row + 4, -1, -1] for row in range(4)]
+    assert outcome.known is not None
+    assert outcome.known.tolist() == [[True, True, False, False]] * 4
+
+
+def test_a_slice_of_what_the_senders_have_in_part_is_refused() -> None:
+    with pytest.raises(LayoutError) as refused:
+        _by_layout(half_sent_to(torch.zeros(2, 4), 1, 2))
+    assert str(refused.value) == (
+        "part(index=0, of=[2, 2], dim=0) | a b -> b a leaves out a part of [4, 4], and this rank, which declares no "
+        "layout, holds [2, 4]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("index", "expected", "rows"),
+    [
+        ([2, -1, 0], [[6, 7], [-1, -1], [0, 1]], (2, 1)),
+        ([2, 1, 0], [[6, 7], [3, 4], [0, 1]], (None, 0)),
+        ([-1, -1, -1], [[-1, -1]] * 3, (0, 1)),
+    ],
+)
+def test_rows_without_a_partner_are_left_out_on_receivers_that_say_nothing(
+    index: list[int], expected: list[list[int]], rows: tuple[int | None, int]
+) -> None:
+    found = Rows("ids", "tokens").with_found(FoundRows((3,), (3,), np.array(index)))
+    sent, own = torch.arange(9.0).view(3, 3)[:, :2], torch.full((3, 2), -1.0)
+    given = GraftTransformInput(
+        {"name": "x"},
+        [sent],
+        [None],
+        own,
+        senders=[0],
+        send_world_size=1,
+        recv_rank=1,
+        recv_world_size=2,
+        pair=Layout((found,)),
+    )
+    outcome = by_layout(given)
+    assert outcome.value.tolist() == expected
+    has_all = -1 not in index
+    assert outcome.known is None if has_all else outcome.known.tolist() == [[each >= 0] * 2 for each in index]
+    assert (outcome.rows_matched, outcome.rows_unmatched) == rows
+
+
 @pytest.mark.parametrize(
     ("theirs", "mine", "said"),
     [

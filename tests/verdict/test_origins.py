@@ -266,6 +266,13 @@ def test_a_wrong_input_is_placed_after_the_last_five_taps_before_it() -> None:
     assert origin.before == tuple("cdefg")
 
 
+def test_a_wrong_input_is_placed_after_taps_that_no_other_module_computes() -> None:
+    names = ("norm", "norm.scaled", "pair", "pair[0]", "pair[1]", "pairs", "norms.x")
+    before = [Tap(name, 0.5) for name in names]
+    (origin,) = origins(given("attn", 0.5), *before, given("attn.o", 9.0), Tap("attn.o", 0.5)).found
+    assert origin.before == ("norm", "pair", "pairs", "norms.x")
+
+
 # ---- in words --------------------------------------------------------------------------------------------------------
 
 GIVEN = ErrorOrigin(

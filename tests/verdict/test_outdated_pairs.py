@@ -8,7 +8,7 @@ from dataclasses import replace
 from kit.in_process import a_row
 
 from graftlab.layouts import parse_layout
-from graftlab.matching.pair import Pair
+from graftlab.matching.pair import SURENESS, Pair
 from graftlab.plan.plan import GraftPlan
 from graftlab.rows.store import to_frame
 from graftlab.verdict.outdated_pairs import (
@@ -101,6 +101,7 @@ def test_pairs_by_value_that_differ_more_than_a_match_allows_are_outdated() -> N
         == found(match_rel=0.1)
         == []
     )
+    assert {each for each in SURENESS if found(matched_by=each)} == {"exact", "near", "confirmed"}
     # What the model was given is no result of code.
     assert found(["b2"]) == []
     # The weight after an optimizer's step.

@@ -52,6 +52,10 @@ off = 1.0 if gl.here().side == "target" else 0.0
     "verdict.plot()",
 )
 OF = 21
+# What JupyterLab draws before each part of a view that has lost its kernel.
+MARKS = """(view) => [view, ...view.querySelectorAll(".jupyter-widgets-disconnected")].map(
+    (each) => getComputedStyle(each, "::before").content
+)"""
 
 
 def at(canvas: Locator, tap: int) -> dict[str, float]:
@@ -118,3 +122,12 @@ def test_figures_are_canvases_whose_taps_open_their_pairs_and_pictures_in_the_fi
         assert any({"image/png", "text/html"} <= each for each in kinds), kinds
         assert any("application/vnd.jupyter.widget-view+json" in each for each in kinds), kinds
     assert [message for message in lab.console_errors if "graftlab" in message] == []
+
+    # Without its kernel a canvas still shows its taps, and there is no broken link at any part.
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+    page.wait_for_selector(".graftlab-canvas.jupyter-widgets-disconnected", state="attached")
+    page.wait_for_selector(".graftlab-canvas .jupyter-widgets-disconnected", state="attached")
+    for view in views.all():
+        marks = view.evaluate(MARKS)
+        assert len(marks) > 1
+        assert set(marks) == {"none"}

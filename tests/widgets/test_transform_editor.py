@@ -200,6 +200,14 @@ def test_tasks_run_one_after_another_and_the_newest_try_alone_waits() -> None:
     assert (tasks.begin_next(), tasks.open) == (None, [])
 
 
+def test_two_applies_that_wait_are_made_in_their_order() -> None:
+    tasks = TaskQueue()
+    earlier, later = (DraftTask(Draft("text", f"x = {n}"), published=True) for n in range(2))
+    tasks.add(earlier)
+    tasks.add(later)
+    assert [tasks.begin_next(), tasks.begin_next(), tasks.begin_next()] == [earlier, later, None]
+
+
 def test_the_template_has_the_real_signature_and_every_field() -> None:
     assert SIGNATURE in TEMPLATE
     for name in FIELDS:

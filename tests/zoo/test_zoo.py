@@ -345,3 +345,32 @@ def test_a_gradient_that_is_not_summed_is_that_of_the_fault(
     monkeypatch.setattr(Math, "enter", lambda self, x, layer, which: -x)
     wrong: Any = object.__new__(getattr(faults, f"{name}NotSummed"))
     assert [each for each in ("attn", "mlp", "router") if wrong.enter(torch.ones(1), 0, each) > 0] == [of]
+
+
+@pytest.mark.parametrize(("name", "of"), [("OneSumForgotten", "attn"), ("MeanForSum", "mlp")])
+def test_a_sum_over_ranks_is_wrong_only_where_the_fault_says(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Math, "reduce", lambda self, partial, layer, which: 6 * partial)
+    wrong = getattr(faults, name)(Config(), RankShard(0, 2))
+    assert [which for which in ("attn", "mlp") if wrong.reduce(torch.ones(1), 0, which).item() != 6] == [of]
+
+
+def test_the_model_shows_each_step_of_its_layers_and_the_logits() -> None:
+    class Shown(Model):
+        def __init__(self, math: Math, weights: dict[str, torch.Tensor]) -> None:
+            super().__init__(math, weights)
+            self.names: list[str] = []
+
+        def _tap(self, name: str, value: torch.Tensor) -> torch.Tensor:
+            self.names.append(name)
+            return value
+
+    config = Config(layers=2)
+    model = Shown(Math(config), make_weights(config))
+    with torch.no_grad():
+        model(scoring.make_tokens(config))
+    attention = [*("norm1", "q", "k", "v", "q_rot", "k_rot", "mix", "attn", "mid", "norm2")]
+    layers = [[*attention, "gate", "up", "act", "mlp", "out"], [*attention, "router", "mlp", "out"]]
+    of_layers = [f"layers.{i}.{name}" for i, names in enumerate(layers) for name in names]
+    assert model.names == ["embed", *of_layers, "norm", "logits"]
