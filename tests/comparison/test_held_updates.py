@@ -454,7 +454,7 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
     assert two.sentences[0].endswith(" differ.")
 
 
-def test_gradients_that_differ_as_the_losss_own_do_may_be_rounding_that_the_loss_amplifies() -> None:
+def test_gradients_may_differ_by_rounding_that_the_loss_amplifies() -> None:
     noise, whole = drawn(7), drawn(0)
 
     def found(of_weight: torch.Tensor, of_result: torch.Tensor, ranks: int = 1) -> Any:
