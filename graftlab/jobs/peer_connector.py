@@ -261,9 +261,7 @@ class PeerConnector:
 
     def seal(self) -> None:
         """Stop accepting, because all links are made."""
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._segment)
+        self._stop_accepting()
         if self.kinds()[1]:
             self._router.wake()
         else:
@@ -271,10 +269,19 @@ class PeerConnector:
             self._router.close()
 
     def close(self) -> None:
+        """End all links, and leave nothing behind, whether or not all were made."""
+        self._stop_accepting()
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()
         self._refusals.close()
+
+    def _stop_accepting(self) -> None:
+        if self._listener.fileno() < 0:
+            return
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._segment)
 
 
 def _own_folder() -> Path:
