@@ -177,6 +177,9 @@ class PeerConnector:
             self._connect_over_tcp(contact)
 
     def _keep(self, contact: Contact, link: Link) -> None:
+        if (old := self._links.get(contact.world_rank)) is not None:
+            # The rank has connected again, perhaps from another process.
+            old[0].close()
         self._links[contact.world_rank] = link
         self._nonces[contact.world_rank] = contact.nonce
 

@@ -255,6 +255,7 @@ def test_a_removed_rank_that_is_added_again_connects_again(ranks: Callable[[int,
 
     wait_until(accepted, "another link")
     joining.result(DEADLINE)
+    assert before[0].closed
     assert early.kinds() == ((0,), ())
     # Without its contact, nothing is known of it but its link.
     stays.add([early.contact])
