@@ -134,7 +134,7 @@ def judge_gradients(
         sentences += _where(baseline, target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
         (unseen if _is_unscaled(baseline[0], target[0]) else sentences).append(hidden)
-    losses = "" if sentences and not parts else _differing_losses(baseline, target, paired)
+    losses = "" if sentences and not parts else _differing_losses(baseline, target, paired, bool(rounding))
     if len({bool(each.losses) for each in (*baseline, *target)}) == 2:
         unseen.append("the losses, because on some ranks the backward passes do not begin from a single number.")
     return GradientFindings(tuple(sentences), named, factor, tuple(unseen), losses, parts, rounding, tuple(small))
@@ -162,17 +162,18 @@ def _of_amplifying_loss(
     if not over or len(baseline) != len(target):
         return ""
     ranks = [*zip(baseline, target, strict=True)]
-    if any({*ours.of_results} != {*_common_results(ours, theirs)} for ours, theirs in ranks):
+    if any({*ours.of_results, *theirs.of_results} != {*_common_results(ours, theirs)} for ours, theirs in ranks):
         return ""
     pairs = [pair for ours, theirs in ranks for pair in _common_results(ours, theirs).values()]
-    apart = distance_of_amplified(pairs)
+    dtypes = {each.dtype for side in (baseline[0], target[0]) for each in side.gradients.values()}
+    apart = distance_of_amplified(pairs, dtypes)
     if not apart or not all(line.limit < apart and line.left(1.0) <= _TIMES * apart for line in over):
         return ""
     return (
         f"The gradients of {_with_distances(over)} differ, and so do, by {apart:.2g}, those of the loss with "
         "respect to the model's results. Rounding of the results may explain that, where the loss amplifies it as a "
-        "logarithm of small numbers does, and so may a small mistake in the loss. Compare both sides in float64 to "
-        "find out."
+        "logarithm of small numbers does, and so may a small mistake in the loss."
+        f"{'' if dtypes == {'float64'} else ' Compare both sides in float64 to find out.'}"
     )
 
 
@@ -196,12 +197,19 @@ def _of_rounding(over: Sequence[_GradientPair]) -> str:
 
 
 def _differing_losses(
-    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    paired: Mapping[str, str],
+    may_be_rounded: bool,
 ) -> str:
-    """A sentence on losses that differ although their gradients agree; blank if they agree, or cannot be compared."""
+    """A sentence on losses that differ although their gradients agree, or may be rounded; blank if they agree, or
+    cannot be compared.
+    """
     losses = _compared_losses(baseline, target, paired)
     if losses is None or losses.agree:
         return ""
+    if may_be_rounded:
+        return f"The losses from which the backward passes begin differ, too: {losses.shown}."
     return (
         f"The gradients agree, and the losses from which the backward passes begin differ: {losses.shown}. They differ "
         "by a part that no weight has a gradient of, or the loss that is shown is not the one that is trained."

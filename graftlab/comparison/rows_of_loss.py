@@ -24,18 +24,35 @@ def rows_of_loss(place: str, baseline: TensorSample, target: TensorSample) -> st
     ``place`` is that of the result. Both samples are of gradients of one shape. Blank if the rows are too many for a
     sample to show each, or if neither is the case.
     """
+    norms = _norms_of_rows(baseline, target)
+    if norms is None:
+        return ""
+    ours, theirs = norms
+    lone = [_read_alone(ours, theirs), _read_alone(theirs, ours)]
+    if any(bool(each.any()) for each in lone):
+        return _in_words(place, [*baseline.shape[:-1]], ours != 0, theirs != 0, [int(each.sum()) for each in lone])
+    return _of_factors(place, baseline, target, baseline.places // baseline.shape[-1], len(ours))
+
+
+def reads_other_rows(baseline: TensorSample, target: TensorSample) -> bool:
+    """Whether one side's loss alone reads some rows (last dim), by samples of gradients of one shape; False too if the
+    rows are too many for a sample to show each.
+    """
+    norms = _norms_of_rows(baseline, target)
+    return norms is not None and any(bool(_read_alone(*each).any()) for each in (norms, norms[::-1]))
+
+
+def _norms_of_rows(baseline: TensorSample, target: TensorSample) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both sides' norms of each row; None if the samples do not show each."""
     *extents, width = baseline.shape or (0,)
     count = math.prod(extents)
     if not extents or count < 2 or any("complex" in each.dtype for each in (baseline, target)):
-        return ""
+        return None
     rows = baseline.places // width
     if len({*rows.tolist()}) < count:
-        return ""
+        return None
     ours, theirs = (_sums(each.values.square(), rows, count).sqrt() for each in (baseline, target))
-    lone = [_read_alone(ours, theirs), _read_alone(theirs, ours)]
-    if any(bool(each.any()) for each in lone):
-        return _in_words(place, extents, ours != 0, theirs != 0, [int(each.sum()) for each in lone])
-    return _of_factors(place, baseline, target, rows, count)
+    return ours, theirs
 
 
 def _sums(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:

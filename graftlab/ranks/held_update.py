@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -64,9 +64,9 @@ class UpdateDescription:
 
     ``number`` counts the updates from 1, ``calls`` is the number of model calls since the last one. ``settings`` has
     the optimizer's settings by weight. ``gradients`` are those that the optimizer reads, ``accumulated`` those that the
-    backward passes left before anything else changed them, in the order in which they were computed, and ``previous``
-    those of the last update. ``of_results`` are those that the loss gave to the results of the calls. ``frozen`` are
-    weights of the models that no optimizer of the process has, ``elsewhere`` those that only others have, and
+    backward passes left before anything else changed them, in the order in which a pass completes them. ``previous``
+    are those of the last update, and ``of_results`` those that the loss gave to the results of the calls. ``frozen``
+    are weights of the models that no optimizer of the process has, ``elsewhere`` those that only others have, and
     ``without_gradient`` those of this one's weights that no gradient reached. ``scale`` is a gradient scaler's factor
     in ``of_results``; 1 without one. ``losses`` are the numbers from which the backward passes begin. ``of_shards`` are
     this rank's parts of sharded gradients, as the last backward pass left them and as the optimizer reads them.
@@ -106,6 +106,10 @@ class GradientWatch:
         self.of_shards: dict[int, TensorSample] = {}
         self.losses: list[float] = []
         self.is_paused = False
+        # The weights of the passes that have ended, and of the present one, by their ids, as gradients reached them.
+        self._order: list[int] = []
+        self._reached: list[int] = []
+        self._is_in_pass = False
         self._backward = torch.autograd.backward
         # A script may make several models, one after the other.
         self._hooked = WeakTensorKeyDictionary()
@@ -145,26 +149,62 @@ class GradientWatch:
         self.of_results.clear()
         self.of_shards.clear()
         self.losses.clear()
+        self._order, self._reached = [], []
+
+    def order(self) -> list[int]:
+        """The ids of the weights in the order in which a backward pass completes their gradients.
+
+        Several passes of one step may each reach only some: the heads or the experts of one loss or micro-batch.
+        """
+        return in_order_of_passes(self._order, self._reached)
 
     def _note_loss(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self.is_paused or torch.compiler.is_compiling():
+            self._backward(tensors, *args, **kwargs)
+            return
         is_one = isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not hasattr(tensors, "full_tensor")
         # A pass from a given gradient shows no loss.
         is_given = any(each is not None for each in (*args[:1], kwargs.get("grad_tensors")))
-        if is_one and not (is_given or self.is_paused or tensors.is_meta or torch.compiler.is_compiling()):
+        if is_one and not (is_given or tensors.is_meta):
             self.losses.append(float(tensors.detach()))
-        self._backward(tensors, *args, **kwargs)
-        if not (self.is_paused or torch.compiler.is_compiling()):
-            for weight in self._sharded:
-                if weight.grad is not None and weight.grad.layout == torch.strided:
-                    self.of_shards[id(weight)] = TensorSample.of(own_part(weight.grad))
+        # Activation checkpointing may make passes within one.
+        is_inner, self._is_in_pass = self._is_in_pass, True
+        if not is_inner:
+            self._order, self._reached = self.order(), []
+        try:
+            self._backward(tensors, *args, **kwargs)
+        finally:
+            self._is_in_pass = is_inner
+        for weight in self._sharded:
+            if weight.grad is not None and weight.grad.layout == torch.strided:
+                self.of_shards[id(weight)] = TensorSample.of(own_part(weight.grad))
 
     def _note(self, weight: torch.Tensor) -> None:
-        if weight.grad is not None and weight.grad.layout == torch.strided:
+        if weight.grad is not None and weight.grad.layout == torch.strided and not self.is_paused:
             self.accumulated[id(weight)] = TensorSample.of(weight.grad)
+            self._reached.append(id(weight))
 
     def _note_result(self, path: str, gradient: torch.Tensor) -> None:
         if gradient.layout == torch.strided:
             self.of_results[path] = TensorSample.of(gradient)
+
+
+def in_order_of_passes(order: Sequence[int], found: Sequence[int]) -> list[int]:
+    """The weights of several passes, in the order of earlier ones, with what only a further pass has found put before
+    what follows it there. A weight that a pass has reached more than once counts in its last place.
+
+    >>> in_order_of_passes([1, 2, 3], [4, 2, 5, 3, 5])
+    [1, 4, 2, 3, 5]
+    """
+    known, following = {*order}, None
+    before: dict[int | None, list[int]] = {}
+    for each in dict.fromkeys(reversed(found)):
+        if each in known:
+            following = each
+        else:
+            before.setdefault(following, []).insert(0, each)
+    merged = [one for each in order for one in (*before.get(each, ()), each)]
+    return [*merged, *before.get(None, ())]
 
 
 _WHOLE = (torch.nn.Parameter, torch.Tensor)
@@ -235,7 +275,7 @@ class HeldUpdate:
         has_closure = self._watch_calls is not None
         once, twice = ([], []) if has_closure else (self._results(), self._results())
         accumulated, shards = self._gradients.accumulated, self._gradients.of_shards
-        order = {weight: place for place, weight in enumerate(accumulated)}
+        order = {weight: place for place, weight in enumerate(self._gradients.order())}
         left = [name for name, w in weights.items() if id(w) in order]
         left.sort(key=lambda name: order[id(weights[name])])
         elsewhere = self._elsewhere()

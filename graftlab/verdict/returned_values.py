@@ -65,6 +65,8 @@ _LEAST_WIDTH = 8
 
 # A tap's name and the place in a result have the same ones: ``output.logits`` and ``['logits']``.
 _WORD = re.compile(r"\w+")
+# A place in a tuple or list, which has no name.
+_BY_PLACE = re.compile(r"\[\d+\]$")
 
 _LARGEST, _OF_FLOAT32 = 100.0, roundoff("float32")
 
@@ -209,7 +211,7 @@ def compare_returned(
             compared = compare_results(*_in_parts(expected, found, pairs), matched=True)
             unmoved = {path: tap for path, tap in others.items() if elsewhere.get(path) not in placed}
             # What has another place is at least said, where nothing else is.
-            said = others if not (unmoved or compared.lost or compared.reshaped) else unmoved
+            said = unmoved if unmoved or compared.lost else others
             lost.update(
                 (f"the target returns the baseline's {tap} as {value_in_words(path)}", None)
                 for path, tap in said.items()
@@ -263,6 +265,9 @@ def _in_parts(expected: object, found: object, pairs: Sequence[PairRule]) -> tup
 def of_other_taps(expected: object, found: object, pairs: Sequence[PairRule]) -> dict[str, str]:
     """The baseline's tap that the target returns, by its place in the target's result, where pairs show that the
     baseline returns another value there; nothing if both return as many values, or a side a single one.
+
+    Values of one name are meant to be the same. So are those of one place and shape, unless the baseline returns the
+    target's value in another place: a target that lacks the last operation returns that one's input.
     """
     ours, theirs = named_tensors(expected), named_tensors(found)
     counts = [sum(not is_written(path) for path in each) for each in (ours, theirs)]
@@ -271,14 +276,22 @@ def of_other_taps(expected: object, found: object, pairs: Sequence[PairRule]) ->
         return {}
     taps: dict[str, set[str]] = defaultdict(set)
     for rule in pairs:
-        path = _path_of(rule.target, theirs) if is_output(TapCallName.of(rule.target).name) else None
-        if path is not None and path in ours:
+        # What a model inside a function returns has that model's name before it.
+        is_own = rule.target.startswith("output") and is_output(TapCallName.of(rule.target).name)
+        path = _path_of(rule.target, theirs) if is_own else None
+        if path is not None and path in ours and _BY_PLACE.search(path) is not None:
             taps[path].add(rule.baseline)
-    return {
-        path: min(names)
-        for path, names in taps.items()
-        if not any(_path_of(name, ours) == path for name in names if is_output(TapCallName.of(name).name))
-    }
+    others = {}
+    for path, names in taps.items():
+        returned = {_path_of(name, ours) for name in names if is_output(TapCallName.of(name).name)} - {None}
+        if path not in returned and (returned or not _may_be_equal(ours[path], theirs[path])):
+            others[path] = min(names)
+    return others
+
+
+def _may_be_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values have one shape, without dims of length 1."""
+    return [each for each in one.shape if each != 1] == [each for each in other.shape if each != 1]
 
 
 def without_places(result: Mapping[str, torch.Tensor], places: Collection[str]) -> NamedTensors:

@@ -489,6 +489,42 @@ def test_gradients_may_differ_by_rounding_that_the_loss_amplifies() -> None:
         assert (wrong.named, wrong.rounding) == (("w",), "")
 
 
+def test_neither_other_rows_nor_another_result_is_rounding_that_a_loss_amplifies() -> None:
+    whole, given = drawn(0), drawn(2).repeat(4, 1)
+    given[1] *= 1.5e-3
+    unread = given.clone()
+    unread[1] = 0
+    moved, of_weight = given + 5e-4 * given.flip(1), whole + 5e-4 * drawn(7)
+
+    def found(theirs: dict[str, TensorSample], loss: float = 1.0) -> Any:
+        one = replace(description({"w": whole}), of_results=samples(y=given), losses=(1.0,))
+        other = replace(description({"w": of_weight}), of_results=theirs, losses=(loss,))
+        return judge_gradients([row("w", 0, whole, of_weight)], [one], [other], {})
+
+    assert found(samples(y=moved)).rounding
+    assert found(samples(y=unread)).named == found(samples(y=moved, z=given)).named == ("w",)
+    # Its losses are stated as what they are beside gradients that do not agree.
+    wrong = found(samples(y=moved), 1.1)
+    assert (wrong.named, wrong.losses) == (
+        (),
+        "The losses from which the backward passes begin differ, too: 1 on the baseline, 1.1 on the target.",
+    )
+
+
+def test_a_loss_amplifies_the_rounding_of_float64_by_as_much_as_that_of_float32() -> None:
+    whole, given = drawn(0).double(), drawn(2).double()
+
+    def found(times: float) -> Any:
+        of_weight = whole + times * drawn(7)
+        one = replace(description({"w": whole}), of_results=samples(y=given))
+        other = replace(description({"w": of_weight}), of_results=samples(y=given + times * drawn(7)))
+        return judge_gradients([{**row("w", 0, whole, of_weight), "dtype": "float64"}], [one], [other], {})
+
+    assert found(1e-10).named == ("w",)
+    rounded = found(1e-12)
+    assert rounded.rounding.endswith(" and so may a small mistake in the loss.")
+
+
 @pytest.mark.parametrize("side", ["baseline", "target"])
 def test_gradients_that_still_have_those_of_the_last_update_are_not_set_to_zero(side: str) -> None:
     clean, last = {"w": drawn(0), "v": drawn(1)}, {"w": drawn(2), "v": drawn(3)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from kit.grafters import become_rank
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graftlab.ranks.held_update import GradientWatch, HeldUpdate, TensorSample
 from graftlab.taps.routing import handled_by
@@ -177,6 +179,51 @@ def test_the_description_names_what_the_optimizer_and_the_gradients_leave_out() 
     watch.begin_step()
     assert (watch.accumulated, watch.of_results, watch.of_shards) == ({}, {}, {})
     assert (set(found.of_results), len(found.accumulated)) == ({"out"}, 4)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[GradientWatch]:
+    watch = GradientWatch()
+    watch.install()
+    watch.add_weights(model)
+    try:
+        yield watch
+    finally:
+        watch.remove()
+
+
+def in_order(model: nn.Module, watch: GradientWatch) -> list[str]:
+    return [*update_of(model, torch.optim.SGD(model.parameters(), 0.1), watch).describe().accumulated]
+
+
+def test_gradients_are_in_the_order_of_a_pass_where_each_pass_reaches_only_some() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("top", "one", "trunk", "other")})
+
+    def hidden() -> torch.Tensor:
+        return model["top"](model["trunk"](torch.ones(1, 2)))
+
+    with watched(model) as watch:
+        model["one"](hidden()).sum().backward()
+        model["other"](hidden()).sum().backward()
+        order = ["one.weight", "other.weight", "top.weight", "trunk.weight"]
+        assert in_order(model, watch) == order
+        # A pass that graftlab makes is none of the script's.
+        watch.begin_step()
+        watch.is_paused = True
+        model["other"](hidden()).sum().backward()
+        watch.is_paused = False
+        model["one"](hidden()).sum().backward()
+        assert in_order(model, watch) == [name for name in order if name != "other.weight"]
+
+
+def test_a_weight_that_one_pass_reaches_repeatedly_is_last_where_its_gradient_is_complete() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("tied", "inside")})
+
+    with watched(model) as watch:
+        # A checkpoint of this kind makes a pass within the pass.
+        hidden = checkpoint(model["inside"], model["tied"](torch.ones(1, 2)), use_reentrant=True)
+        checkpoint(model["tied"], hidden, use_reentrant=True).sum().backward()
+        assert in_order(model, watch) == ["inside.weight", "tied.weight"]
 
 
 def test_losses_are_numbers_from_which_passes_of_the_script_begin() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graftlab.diffs.results import NamedTensors
 from graftlab.plan.pairs import PairRule
 from graftlab.verdict.returned_values import ReturnedValues, compare_returned
 
@@ -83,6 +84,7 @@ def test_a_value_that_both_return_is_compared_as_it_is() -> None:
     }
 
 
+ONES = torch.ones(2, 8)
 MEANS, VALUES = torch.randn(8, 3), torch.randn(8, 1)
 OF_POLICY = {"[0]": torch.randn(8), "[1]": torch.randn(8), "[2]": VALUES}
 OTHERWISE = PairRule("actor", "output[0]"), PairRule("output[2]", "output[1]")
@@ -100,6 +102,33 @@ def test_results_with_other_parts_are_compared_as_pairs_say_not_by_place() -> No
     assert far(compare_returned([ours], [(MEANS, 1.01 * VALUES[:, 0])], OTHERWISE)) == {"[2]": 0.01}
     unpaired = compare_returned([ours], [(MEANS, VALUES[:, 0])], [PairRule("actor", "output[0]")])
     assert [*far(unpaired)] == ["[1]"]
+    # So are those of one shape, as where a port returns a mean and a variance without a sample.
+    alike = PairRule("output[1]", "output[0]"), PairRule("output[2]", "output[1]")
+    found = compare_returned([(ONES, 2 * ONES, 3 * ONES)], [(2 * ONES, 3 * ONES)], alike)
+    assert (far(found), len(found.lost)) == ({"[2]": 0.0}, 2)
+
+
+def test_a_target_that_lacks_the_last_operation_differs_whatever_else_it_returns() -> None:
+    logits, keys = torch.randn(2, 8), [torch.randn(2, 3), torch.randn(2, 3)]
+    for name, tap in (("[0]", "output[0]"), ("['logits']", "output.logits"), (".logits", "output.logits")):
+        ours = NamedTensors({name: logits.tanh(), "['past'][0]": keys[0], "['past'][1]": keys[1]})
+        theirs = NamedTensors({name: logits, "['cache']": torch.stack(keys)})
+        assert [*far(compare_returned([ours], [theirs], [PairRule("head", tap)]))] == [name]
+
+
+def test_values_of_one_name_are_compared_even_if_another_one_equals_the_targets() -> None:
+    ours = NamedTensors({"['loss']": ONES, "['mean']": 2 * ONES, "['last']": ONES})
+    theirs = NamedTensors({"['loss']": 2 * ONES, "['last']": ONES})
+    assert far(compare_returned([ours], [theirs], [PairRule("output.mean", "output.loss")])) == {
+        "['loss']": 1.0,
+        "['last']": 0.0,
+    }
+
+
+def test_what_a_model_inside_a_function_returns_is_not_the_functions_result() -> None:
+    ours, theirs = (ONES, ONES, ONES), (torch.ones(2, 3), ONES)
+    found = compare_returned([ours], [theirs], [PairRule("layer", "Encoder.output[0]")])
+    assert found.lost == ("only the baseline returns the result's [2]",)
 
 
 def test_results_of_one_form_whose_parts_have_changed_places_differ() -> None:
