@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from graftlab.ranks.held_update import TensorSample, UpdateDescription
 from graftlab.verdict.added import coarser_dtype
 from graftlab.verdict.gradient_scaling import best_factor, left_over, norms_of
 
+# A result that has a number, not a name.
+_NUMBERED = re.compile(r"\[\d+\]$")
 # How far apart gradients of agreeing code may be, as a multiple of the distance in a judged call of the model.
 _TIMES = 10.0
 # Gradients below this part of all gradients of a rank, over the unit roundoff, are rounding errors of zero.
@@ -122,10 +126,10 @@ def judge_gradients(
         sentences.append(_in_words(over, named, factor))
         sentences += _where_they_begin(named, lines, baseline[0]) if factor == 1.0 else []
     if factor != 1.0:
-        others_differ = bool(named or absent)
-        sentences.append(_of_factor(factor, alike, others_differ))
-        if not others_differ and (norms := _norms_in_words(baseline[0], target[0], paired)):
-            sentences.append(norms)
+        norms = "" if named or absent else _norms_in_words(baseline[0], target[0], paired)
+        is_all = bool(norms) or not _without_partner(baseline[0], target[0], paired)
+        sentences.append(_of_factor(factor, alike, bool(named or absent), is_all))
+        sentences += [norms] if norms else []
     if named or factor != 1.0:
         sentences += _where(baseline, target, paired)
     elif (hidden := _hidden_factor(baseline[0], target[0], paired)) is not None:
@@ -464,9 +468,19 @@ def _where_they_begin(named: Sequence[str], lines: Sequence[_GradientPair], base
     ]
 
 
-def _of_factor(factor: float, alike: int, others_differ: bool) -> str:
-    if not others_differ:
+def _without_partner(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> bool:
+    """Whether the optimizer of a side reads gradients that were not compared."""
+    return not paired.keys() >= baseline.gradients.keys() or not {*paired.values()} >= target.gradients.keys()
+
+
+def _of_factor(factor: float, alike: int, others_differ: bool, is_all: bool) -> str:
+    if not others_differ and is_all:
         return f"All gradients that the optimizer reads are {factor:.6g} times the baseline's."
+    if not others_differ:
+        return (
+            f"All gradients that were compared are {factor:.6g} times the baseline's. Others were not compared: if "
+            "those differ, this factor may follow from clipping by the global norm."
+        )
     others = counted(alike, "other weight")
     return (
         f"The gradients of the {others} are {factor:.6g} times the baseline's, as when clipping by the global norm "
@@ -584,16 +598,29 @@ def _of_differing_loss(baseline: UpdateDescription, target: UpdateDescription) -
 def _common_results(
     baseline: UpdateDescription, target: UpdateDescription
 ) -> dict[str, tuple[TensorSample, TensorSample]]:
-    """The gradients of those results that both sides have in the same shape, by their place."""
+    """The gradients of those results that both sides have in the same shape, by their place. If the sides' calls return
+    different numbers of results, a number as a place says nothing.
+    """
+    ours, theirs = (Counter(map(_call_of, side.of_results)) for side in (baseline, target))
+    others = {call for call in ours if ours[call] != theirs[call] and min(ours[call], theirs[call]) > 1}
     pairs = {place: (sample, target.of_results.get(place)) for place, sample in baseline.of_results.items()}
     return {
-        place: (one, other) for place, (one, other) in pairs.items() if other is not None and one.shape == other.shape
+        place: (one, other)
+        for place, (one, other) in pairs.items()
+        if other is not None
+        and one.shape == other.shape
+        and not (_call_of(place) in others and _NUMBERED.search(place))
     }
 
 
 def _floor_of_results(*sides: UpdateDescription) -> float:
     """The rel_l2 that rounding explains in the loss's gradients of the results."""
     return assumed_floor([each.dtype for side in sides for each in side.of_results.values()])[0]
+
+
+def _call_of(place: str) -> str:
+    """The call that has a result at this place, as ``call 1`` has ``call 1['cache'].keys[0]``."""
+    return place.partition("[")[0]
 
 
 def _factor_of_loss(baseline: UpdateDescription, target: UpdateDescription) -> float | None:

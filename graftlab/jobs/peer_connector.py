@@ -177,6 +177,9 @@ class PeerConnector:
             self._connect_over_tcp(contact)
 
     def _keep(self, contact: Contact, link: Link) -> None:
+        if (old := self._links.get(contact.world_rank)) is not None:
+            # The rank has connected again, perhaps from another process.
+            old[0].close()
         self._links[contact.world_rank] = link
         self._nonces[contact.world_rank] = contact.nonce
 
@@ -261,9 +264,7 @@ class PeerConnector:
 
     def seal(self) -> None:
         """Stop accepting, because all links are made."""
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._segment)
+        self._stop_accepting()
         if self.kinds()[1]:
             self._router.wake()
         else:
@@ -271,10 +272,19 @@ class PeerConnector:
             self._router.close()
 
     def close(self) -> None:
+        """End all links, and leave nothing behind, whether or not all were made."""
+        self._stop_accepting()
         for channel, _ in self._links.values():
             channel.close()
         self._router.close()
         self._refusals.close()
+
+    def _stop_accepting(self) -> None:
+        if self._listener.fileno() < 0:
+            return
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._segment)
 
 
 def _own_folder() -> Path:

@@ -143,16 +143,6 @@ class Layout:
             whole = step.get(whole, at)
         return whole
 
-    def local_of(self, joined: Joined, rank: int = 0, lengths: Sequence[int] | None = None) -> Joined:
-        """Return a rank's part of a whole that was joined, with the mask of what is known of that part."""
-        known = joined.known
-        if known is None and self.lacks:
-            known = torch.ones_like(joined.whole, dtype=torch.bool)
-        if known is not None:
-            known = self.local(known, rank, lengths)
-            known = None if bool(known.all()) else known
-        return replace(joined, whole=self.local(joined.whole, rank, lengths), known=known)
-
     def split(self, whole: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
         """Return the tensors of all ranks, in the order of ``mesh.ranks``."""
         return [self.local(whole, rank, lengths) for rank in self.mesh.ranks]
@@ -280,6 +270,17 @@ def join_parts(
     return Joined(whole, known, tuple(notes))
 
 
+def part_of(joined: Joined, layout: Layout, rank: int = 0, lengths: Sequence[int] | None = None) -> Joined:
+    """Return a rank's part of a whole that was joined, with the mask of what is known of that part."""
+    known = joined.known
+    if known is None and layout.lacks:
+        known = torch.ones_like(joined.whole, dtype=torch.bool)
+    if known is not None:
+        known = layout.local(known, rank, lengths)
+        known = None if bool(known.all()) else known
+    return replace(joined, whole=layout.local(joined.whole, rank, lengths), known=known)
+
+
 def relayout(
     parts: Sequence[tuple[Layout, Sequence[Tensor]]],
     layout: Layout,
@@ -298,7 +299,7 @@ def relayout(
     joined = join_parts(parts, shape, lengths)
     if own is not None and not own.numel() and any(isinstance(step, OneOf) for step in layout.steps):
         return Relaid(own, None, joined.disagreements, layout.caveats)
-    part = layout.local_of(joined, rank, lengths)
+    part = part_of(joined, layout, rank, lengths)
     value, known = part.whole, part.known
     if own is not None and own.shape != value.shape:
         texts = ", ".join(str(part) for part, _ in parts)

@@ -133,8 +133,8 @@ class Matcher:
         # The names of taps whose values no rank has.
         self._not_held: dict[Side, set[str]] = {"baseline": set(), "target": set()}
         self._known: KnownStrides = {}
-        # The names of the taps that have a partner.
-        self._paired: dict[Side, set[str]] = {"baseline": set(), "target": set()}
+        # By side, each paired tap's first partner.
+        self._paired: dict[Side, dict[str, str]] = {"baseline": {}, "target": {}}
         # What `_possible_wholes` has found since the last pair was added.
         self._alone: dict[Side, set[str]] = {}
         self._wholes: dict[tuple[Side, int], list[RecordedTap]] = {}
@@ -465,7 +465,7 @@ class Matcher:
                 shared = (
                     rule.example.whole == "baseline" and rule.example.layout.leaves_out
                 ) or rule.example in trusted
-                partner = next((pair.target for pair in self.pairs if pair.baseline == name), None)
+                partner = self._paired["baseline"].get(name)
                 if partner is not None and not (shared or self._share_elsewhere(rule, partner)):
                     self.why[tap.name] = (
                         f"by the rule of {rule.seen} layers it would be {name}, which is paired with {partner}"
@@ -528,15 +528,15 @@ class Matcher:
 
     def add(self, pair: Pair) -> None:
         self.pairs.append(pair)
-        self._paired["baseline"].add(pair.baseline)
-        self._paired["target"].add(pair.target)
+        self._paired["baseline"].setdefault(pair.baseline, pair.target)
+        self._paired["target"].setdefault(pair.target, pair.baseline)
         self._alone.clear()
         self._wholes.clear()
 
     def replace_pairs(self, pairs: Sequence[Pair]) -> None:
         """Replace all pairs so far by these."""
         self.pairs = []
-        self._paired = {"baseline": set(), "target": set()}
+        self._paired = {"baseline": {}, "target": {}}
         for pair in pairs:
             self.add(pair)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from graftlab.matching.matcher import match_taps
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import Fetch, RecordedTap
-from graftlab.matching.row_orders import CallKey, call_of, row_orders
+from graftlab.matching.row_orders import CallKey, call_of, has_distinct_rows, row_orders
 from graftlab.matching.search import applied
 from graftlab.matching.suspects import NOTE, copies, suspects
 from graftlab.matching.weight_taps import with_weights, without_weights
@@ -87,8 +87,8 @@ def match_once(
 
 # If a smaller share of the target's taps matches by value, the rows may be in a different order.
 _FEW = 0.9
-# How many taps of a call show whether its rows are in the same order.
-_FIRST = 8
+# How many taps of a call show whether its rows are in the same order, and among how many they are looked for.
+_FIRST, _LOOKED_AT = 8, 32
 
 
 def _first(
@@ -101,7 +101,7 @@ def _first(
     proposal = match(baseline, target)
     if _matched(proposal) >= _FEW * len(target):
         return proposal, None
-    orders = row_orders(baseline, _of_unmatched_calls(target, proposal), fetch)
+    orders = row_orders(baseline, _of_unmatched_calls(target, proposal, fetch["target"]), fetch)
     if not orders:
         return proposal, None
     rows = AlignedTaps(orders, fetch)
@@ -110,14 +110,21 @@ def _first(
     return (found, rows) if len(real) > _matched(proposal) else (proposal, None)
 
 
-def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal) -> list[RecordedTap]:
-    """The target's taps of calls whose first taps do not match as wholes, so that their rows may differ."""
+def _of_unmatched_calls(target: Sequence[RecordedTap], proposal: Proposal, fetch: Fetch | None) -> list[RecordedTap]:
+    """The target's taps of calls whose first taps do not match as wholes, so that their rows may differ.
+
+    Equal rows are equal in any order, as where a guided sampler has each of them twice.
+    """
     wholes = {pair.target for pair in proposal.graftable if not pair.layout.leaves_out}
     first: dict[CallKey, list[bool]] = defaultdict(list)
+    tried: Counter[CallKey] = Counter()
     for tap in target:
-        if len(tap.shape) > 1:
-            first[call_of(tap.name)].append(tap.name in wholes)
-    same = {call for call, found in first.items() if 2 * sum(found[:_FIRST]) > len(found[:_FIRST])}
+        call = call_of(tap.name)
+        if len(tap.shape) > 1 and len(first[call]) < _FIRST:
+            tried[call] += 1
+            if tried[call] > _LOOKED_AT or has_distinct_rows(tap, fetch):
+                first[call].append(tap.name in wholes)
+    same = {call for call, found in first.items() if 2 * sum(found) > len(found)}
     return [tap for tap in target if call_of(tap.name) not in same]
 
 

@@ -30,6 +30,9 @@ _TRIED = 24
 # At least this share of the target's rows must be found.
 _ENOUGH = 0.6
 
+# Rows that differ do so here, and to compare whole ones takes long.
+_FIRST_NUMBERS = 64
+
 CallKey = tuple[tuple[tuple[str, object], ...], int]
 """The tags that number a call, and its occurrence. All taps of one pass through a model have the same."""
 
@@ -201,6 +204,15 @@ def value_of(tap: RecordedTap, fetch: Fetch | None) -> torch.Tensor | None:
     """The tensor of a tap, on the host."""
     value = tap.value if tap.value is not None else None if fetch is None else fetch(tap.name)
     return None if value is None else value.detach().cpu()
+
+
+def has_distinct_rows(tap: RecordedTap, fetch: Fetch | None) -> bool:
+    """Whether a tensor's rows differ from each other, at its first numbers; also if its values are unknown."""
+    value = value_of(tap, fetch)
+    if value is None or not value.numel():
+        return True
+    beginnings = (torch.view_as_real(value) if value.is_complex() else value).flatten(1)[:, :_FIRST_NUMBERS].double()
+    return len(torch.unique(beginnings, dim=0)) == len(beginnings)
 
 
 _FetchedCall = tuple[CallKey, Sequence[RecordedTap], "Fetch | None"]

@@ -193,8 +193,21 @@ class _LaunchSetup:
 
     def connect(self) -> tuple[Exchange[PendingRow], PeerConnector]:
         """Connect to every other rank, by shared memory or TCP. Raises :class:`SessionError`."""
-        spec, line = self._spec, self._line
+        spec = self._spec
         connector = PeerConnector(spec.place, spec.token, self._address)
+        try:
+            self._make_links(connector)
+        except BaseException:
+            connector.close()
+            raise
+        connector.seal()
+        exchange: Exchange[PendingRow] = RankExchange(
+            spec.place, connector.arena, connector.links, budget=spec.buffer_budget, timeout=spec.tap_timeout
+        )
+        return exchange, connector
+
+    def _make_links(self, connector: PeerConnector) -> None:
+        spec, line = self._spec, self._line
         line.send(connector.contact)
         poller = select.poll()
         for descriptor in (line.channel.fileno(), *connector.descriptors()):
@@ -213,11 +226,6 @@ class _LaunchSetup:
                 raise SessionError(f"{spec.place.label} waited {spec.timeout:g} s for {missing}")
             if not (connector.complete and self._started):
                 poller.poll(min(_CHECK_INTERVAL, self._remaining()) * 1000)
-        connector.seal()
-        exchange: Exchange[PendingRow] = RankExchange(
-            spec.place, connector.arena, connector.links, budget=spec.buffer_budget, timeout=spec.tap_timeout
-        )
-        return exchange, connector
 
     def store(self) -> Store:
         """The rendezvous store of the side's process group, at its rank 0. Raises :class:`SessionError`."""

@@ -22,6 +22,7 @@ from graftlab.layouts import (
     parse_dims,
     relayout,
 )
+from graftlab.layouts.layout import part_of
 from graftlab.taps.module_inputs import KIND
 from graftlab.transforms.default import default_transform, in_one_dtype, nearly_equal
 from graftlab.transforms.inputs import SIGNATURE, GraftTransformInput, Outcome
@@ -322,7 +323,7 @@ def _inferred(
     shape = senders.layout.shape if out_of is None else tuple(given.target.shape)
     joined = join_parts([(theirs, tensors)], shape, _lengths(given))
     if into is not None:
-        joined = into.local_of(joined, 0, _lengths(given))
+        joined = part_of(joined, into, 0, _lengths(given))
         theirs = _after(theirs, into)
     whole, known = joined.whole, joined.known
     if known is not None:

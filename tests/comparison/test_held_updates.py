@@ -434,6 +434,15 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
         f"The norm over all of them is {norm:.4g} on the baseline and {2 * norm:.4g} on the target.",
     )
     assert (found().factor, found().named) == (2.0, ())
+    # A gradient without a partner may be larger by a mistake, and all others smaller by clipping.
+    halves = {name: 0.5 * each for name, each in ours.items()}
+    rows = [row(name, 0, ours[name], each) for name, each in halves.items()]
+    clipping = "those differ, this factor may follow from clipping by the global norm."
+    for more in ({"e": drawn(7)}, {}), ({}, {"f": drawn(8)}):
+        (said, *_) = judge_gradients(rows, [description(ours | more[0])], [description(halves | more[1])], {}).sentences
+        assert said == (
+            f"All gradients that were compared are 0.5 times the baseline's. Others were not compared: if {clipping}"
+        )
     one = found(d=0.5 * ours["d"])
     assert (one.factor, one.named) == (2.0, ("d",))
     assert one.sentences[:2] == (
@@ -454,7 +463,7 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
     assert two.sentences[0].endswith(" differ.")
 
 
-def test_gradients_that_differ_as_the_losss_own_do_may_be_rounding_that_the_loss_amplifies() -> None:
+def test_gradients_may_differ_by_rounding_that_the_loss_amplifies() -> None:
     noise, whole = drawn(7), drawn(0)
 
     def found(of_weight: torch.Tensor, of_result: torch.Tensor, ranks: int = 1) -> Any:
@@ -740,6 +749,25 @@ def test_a_sample_of_a_complex_gradient_has_its_imaginary_parts() -> None:
     assert sample.values.tolist() == [1, 0, 1, 1, 1, 2]
     assert sample.norm == pytest.approx(8**0.5)
     assert sample.shape == (3,)
+
+
+def test_results_with_other_numbers_on_each_side_are_not_compared_by_them() -> None:
+    whole, value, entropy = drawn(0), drawn(1), drawn(2)
+    ours = {"call 1[0]": whole, "call 1[1]": entropy, "call 1[2]": value, "call 1['loss']": whole}
+
+    def said(**theirs: torch.Tensor) -> bool:
+        both = (ours, {f"call {place}": each for place, each in theirs.items()})
+        one, other = (replace(description({"w": whole}), of_results=samples(**each)) for each in both)
+        found = judge_gradients([row("w", 0, whole, drawn(3))], [one], [other], {})
+        return any(
+            "The gradients of the loss with respect to the model's results differ" in each for each in found.sentences
+        )
+
+    assert not said(**{"1[0]": whole, "1[1]": value, "1['loss']": whole})
+    # As many results, one that has a name, and those of another call are compared.
+    assert said(**{"1[0]": whole, "1[1]": value, "1[2]": entropy, "1['loss']": whole})
+    assert said(**{"1[0]": whole, "1[1]": value, "1['loss']": value})
+    assert said(**{"1[0]": whole, "1[1]": value, "1[2]": value, "1['loss']": whole, "2[0]": whole})
 
 
 def test_losses_that_weight_micro_batches_differently_are_distinguished() -> None:

@@ -942,7 +942,7 @@ def test_results_decide_where_grafts_prove_nothing() -> None:
     assert judged(*sides, stale) == ("differ", ["The results of the two calls differ by 3."])
 
 
-def test_results_with_other_parts_do_not_differ_if_pairs_show_what_the_target_returns() -> None:
+def test_results_with_other_parts_do_not_differ_if_pairs_explain_them() -> None:
     ours = {"[0]": ONES[0], "[1]": ONES, "[2]": ONES}
     theirs = {"[0]": ONES[:, :2], "[1]": ONES}
     sides = [replace(held(), plain=NamedTensors(each), tapped=NamedTensors(each)) for each in (ours, theirs)]

@@ -68,7 +68,7 @@ def test_changed_details_are_sent_though_the_status_is_the_same(rests: list[floa
     assert run(page, lambda: next(details), lambda: not page.found) == [IDLE, IDLE, WAITING]
 
 
-def test_details_are_read_before_the_page_so_that_a_wait_has_outlasted_what_they_count(
+def test_details_are_read_before_the_page_that_they_are_sent_with(
     rests: list[float | None],
 ) -> None:
     order: list[str] = []

@@ -91,7 +91,7 @@ def test_new_tensors_of_16_bits_are_wide_unless_16_bits_would_round_them() -> No
         assert torch.equal(found, rounded())
 
 
-def test_new_tensors_of_float32_are_wide_with_the_same_values_where_that_is_asked_for() -> None:
+def test_new_tensors_of_float32_are_wide_with_the_same_values_if_asked() -> None:
     made: dict[str, Callable[[], Tensor]] = {
         "zeros": lambda: torch.zeros(2, 3),
         "positions": lambda: torch.arange(5).float(),

@@ -255,6 +255,7 @@ def test_a_removed_rank_that_is_added_again_connects_again(ranks: Callable[[int,
 
     wait_until(accepted, "another link")
     joining.result(DEADLINE)
+    assert before[0].closed
     assert early.kinds() == ((0,), ())
     # Without its contact, nothing is known of it but its link.
     stays.add([early.contact])
@@ -470,6 +471,19 @@ def test_sealed_ranks_leave_nothing_behind_and_keep_what_they_use(ranks: Callabl
     for connector in world.connectors:
         connector.close()
         assert connector._router.over.is_set()
+
+
+def test_ranks_that_give_up_before_they_are_sealed_leave_nothing_behind() -> None:
+    before = descriptors()
+    connector = PeerConnector(Place("target", 0, 1, 1), new_token(), "127.0.0.1")
+    folder = Path(connector.contact.socket).parent
+    assert folder.exists()
+    memory = connector.arena.map
+    connector.close()
+    connector.close()
+    assert not folder.exists()
+    del connector, memory
+    assert not {of for _, of in descriptors() - before if "socket" in of or "memfd" in of or "shm" in of}
 
 
 def test_ranks_meet_in_a_folder_that_only_their_user_can_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_a_group_is_looked_at_where_it_adds_the_most_in_a_run_that_keeps_its_pai
 
 
 @pytest.mark.parametrize("whole", ["target", "baseline"])
-def test_a_hint_has_indices_of_the_part_that_the_baseline_has_where_the_target_stacks_layers(whole: Side) -> None:
+def test_a_hint_has_the_baselines_indices_where_the_target_stacks_layers(whole: Side) -> None:
     stacked = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(1))
     wrong = stacked.clone()
     wrong[2, 5] = -wrong[2, 5]

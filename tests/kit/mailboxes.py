@@ -175,6 +175,9 @@ class World:
             self.mailboxes.append(mine)
         for descriptor in shared.segments:
             os.close(descriptor)
+        for (rank, other), link in shared.links.items():
+            if rank in far or other in far:
+                link.close()
 
     def side(self, side: Side) -> list[Mailbox]:
         return [mailbox for mailbox in self.mailboxes if mailbox.place.side == side]

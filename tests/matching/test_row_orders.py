@@ -424,6 +424,34 @@ def test_programs_with_unlike_rows_have_no_order() -> None:
     assert matched(batched(IN_ORDER, 12), other).notices == ()
 
 
+def guided(names: str, order: list[int]) -> Program:
+    """A denoiser whose batch has each sample twice, with its label and with none."""
+
+    def program(show: Show) -> None:
+        samples = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3))
+        labels = torch.tensor([5, 5, 1, 3])[order]
+        x = torch.cat([samples, samples])
+        show(names.format("input"), x.clone())
+        time = weights()["table"][7].expand(4, -1)
+        for n, name in enumerate("qkvo"):
+            time = (time @ weights()[f"{name}.0"]).tanh()
+            show(names.format(f"clock.{n}"), time.clone())
+        label = weights()["table"][labels]
+        show(names.format("label"), label)
+        for n, name in enumerate("qkvo"):
+            x = x + (x + label + time) @ weights()[f"{name}.1"]
+            show(names.format(f"block.{n}"), x)
+
+    return program
+
+
+def test_rows_that_are_equal_do_not_show_that_all_are_in_the_same_order() -> None:
+    proposal = match_once(recorded(guided("{}", IN_ORDER[:4])), recorded(guided("net.{}", [2, 3, 0, 1])))
+    for name in ("label", *(f"block.{n}" for n in range(4))):
+        assert partners(proposal, f"net.{name}") == {name}
+        assert "gather" in proposal.of_target(f"net.{name}")[0].layout.text
+
+
 def with_first(change: Callable[[Tensor], Tensor], program: Program) -> Program:
     """The program with other embeddings, which no tap shows before them."""
 

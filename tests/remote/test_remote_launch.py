@@ -343,8 +343,11 @@ class Line:
 
 def test_a_rank_names_whom_it_waited_for() -> None:
     target = Place("target", 0, 1, 1)
+    line = Line()
     with pytest.raises(SessionError, match=exactly("target[0] waited 0.01 s for baseline[0]")):
-        _LaunchSetup(spec_of(target, token="0" * 64), Line()).connect()  # type: ignore[arg-type]
+        _LaunchSetup(spec_of(target, token="0" * 64), line).connect()  # type: ignore[arg-type]
+    # Nothing is left of where it listened.
+    assert not Path(line.sent[0].socket).parent.exists()
     second = Place("target", 1, 2, 1)
     with pytest.raises(SessionError, match=r"target\[1\] waited 0\.01 s for the address of its side's rank 0"):
         _LaunchSetup(spec_of(second), Line()).store()  # type: ignore[arg-type]

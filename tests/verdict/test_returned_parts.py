@@ -90,7 +90,7 @@ OF_POLICY = {"[0]": torch.randn(8), "[1]": torch.randn(8), "[2]": VALUES}
 OTHERWISE = PairRule("actor", "output[0]"), PairRule("output[2]", "output[1]")
 
 
-def test_results_with_other_parts_are_compared_where_pairs_say_and_not_by_their_places() -> None:
+def test_results_with_other_parts_are_compared_as_pairs_say_not_by_place() -> None:
     ours = OF_POLICY["[0]"], OF_POLICY["[1]"], OF_POLICY["[2]"]
     found = compare_returned([ours], [(MEANS, VALUES[:, 0])], OTHERWISE)
     assert (far(found), found.left) == ({"[2]": 0.0}, ())
