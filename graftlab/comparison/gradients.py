@@ -126,7 +126,7 @@ def judge_gradients(
         sentences.append(_in_words(over, named, factor))
         sentences += _where_they_begin(named, lines, baseline[0]) if factor == 1.0 else []
     if factor != 1.0:
-        norms = "" if named or absent else _norms_in_words(baseline[0], target[0], paired)
+        norms = "" if named or absent else _norms_in_words(baseline, target, paired)
         is_all = bool(norms) or not _without_partner(baseline[0], target[0], paired)
         sentences.append(_of_factor(factor, alike, bool(named or absent), is_all))
         sentences += [norms] if norms else []
@@ -488,14 +488,24 @@ def _of_factor(factor: float, alike: int, others_differ: bool, is_all: bool) -> 
     )
 
 
-def _norms_in_words(baseline: UpdateDescription, target: UpdateDescription, paired: Mapping[str, str]) -> str:
+def _norms_in_words(
+    baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription], paired: Mapping[str, str]
+) -> str:
     """A sentence on both sides' norms over all gradients, which may be a limit of clipping; blank if one is unknown."""
-    pairs = [(one, target.gradients.get(paired.get(name, ""))) for name, one in baseline.gradients.items()]
+    ours, theirs = baseline[0].gradients, target[0].gradients
+    pairs = [(one, theirs.get(paired.get(name, ""))) for name, one in ours.items()]
     known = [(one, other) for one, other in pairs if other is not None and other.shape == one.shape]
-    if not known or len(known) < max(len(pairs), len(target.gradients)):
+    norms = [_norm_of_ranks(side) for side in (baseline, target)]
+    if not known or len(known) < max(len(pairs), len(theirs)) or None in norms:
         return ""
-    ours, theirs = (math.sqrt(sum(each.norm**2 for each in side)) for side in zip(*known, strict=True))
-    return f"The norm over all of them is {ours:.4g} on the baseline and {theirs:.4g} on the target."
+    return f"The norm over all of them is {norms[0]:.4g} on the baseline and {norms[1]:.4g} on the target."
+
+
+def _norm_of_ranks(ranks: Sequence[UpdateDescription]) -> float | None:
+    """The norm over all gradients of a side; None if its ranks may have parts of them, such as a pipeline's stages."""
+    norms = [math.sqrt(sum(each.norm**2 for each in rank.gradients.values())) for rank in ranks]
+    alike = all(rank.gradients.keys() == ranks[0].gradients.keys() for rank in ranks)
+    return norms[0] if alike and max(norms) - min(norms) <= _SUM * max(norms) else None
 
 
 def _where(

@@ -434,6 +434,13 @@ def test_a_factor_of_all_gradients_is_stated_once_and_apart_from_those_that_diff
         f"The norm over all of them is {norm:.4g} on the baseline and {2 * norm:.4g} on the target.",
     )
     assert (found().factor, found().named) == (2.0, ())
+    # Ranks that have parts of them, as a pipeline's stages do, have parts of the norm.
+    parts = [{name: ours[name] for name in names} for names in ("ab", "cd")]
+    for names in (parts, [parts[0], {name: 3 * each for name, each in parts[0].items()}], [parts[0], parts[0]]):
+        doubled = [{name: 2 * each for name, each in rank.items()} for rank in names]
+        rows = [row(name, at, each, 2 * each) for at, rank in enumerate(names) for name, each in rank.items()]
+        said = judge_gradients(rows, [*map(description, names)], [*map(description, doubled)], {}).sentences
+        assert any(each.startswith("The norm over all") for each in said) is (names[0] is names[1]), said
     # A gradient without a partner may be larger by a mistake, and all others smaller by clipping.
     halves = {name: 0.5 * each for name, each in ours.items()}
     rows = [row(name, 0, ours[name], each) for name, each in halves.items()]
