@@ -379,6 +379,9 @@ class _Progress:
             behind = [label for label in missing if label.startswith(process.side)]
             if 0 < len(behind) < process.command.ranks:
                 self._note_held_in_part(process.side, behind)
+            elif self._held_in_part.get(process.side) != math.inf:
+                # Scripts may be started again.
+                self._held_in_part.pop(process.side, None)
 
     def _note_held_in_part(self, side: Side, behind: Sequence[str]) -> None:
         """Say once, after a while, that the ranks which are held may be what those that are ``behind`` wait for."""

@@ -531,7 +531,10 @@ def _where(
         elif all(math.prod(each.shape) == 1 for each, _ in common.values()):
             sentences.append("The models return single numbers, such as their losses, from which the gradients differ.")
         else:
-            sentences.append("The gradients of the loss with respect to the model's results agree.")
+            times = ours.scale / theirs.scale
+            apart = max(distance(mine.values, other.values * times) for mine, other in common.values())
+            how = f"differ, too (rel_l2 {apart:.2g})" if apart > _floor_of_results(ours, theirs) else "agree"
+            sentences.append(f"The gradients of the loss with respect to the model's results {how}.")
     if ours.calls != theirs.calls:
         sentences.append(
             f"For one update the baseline calls models {_times_called(ours.calls)} and the target "
@@ -608,6 +611,11 @@ def _common_results(
         and one.shape == other.shape
         and not (_call_of(place) in others and _NUMBERED.search(place))
     }
+
+
+def _floor_of_results(*sides: UpdateDescription) -> float:
+    """The rel_l2 that rounding explains in the loss's gradients of the results."""
+    return assumed_floor([each.dtype for side in sides for each in side.of_results.values()])[0]
 
 
 def _call_of(place: str) -> str:

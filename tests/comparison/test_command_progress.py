@@ -100,6 +100,12 @@ def test_ranks_that_are_held_while_others_of_their_side_are_not_are_mentioned_on
             clock.value += command._LONG
             progress.wait_for(PROCESSES, missing)
         assert said() == []
+        # They are started again.
+        for missing in (["target[0]", "target[1]"], ["target[1]"]):
+            clock.value += command._LONG
+            progress.wait_for(PROCESSES, missing)
+        assert said() == []
+        clock.value += command._LONG
         clock.value += 1
         progress.wait_for(PROCESSES, ["target[1]"])
         progress.wait_for(PROCESSES, ["target[1]"])

@@ -916,6 +916,17 @@ def test_a_factor_of_the_results_gradients_is_one_beyond_their_rounding(dtype: t
     assert ("The gradients of the loss with respect to the model's results agree." in said) is agree
 
 
+@pytest.mark.parametrize(("apart", "said"), [(1e-4, "differ, too (rel_l2 0.0001)."), (1e-6, "agree.")])
+def test_gradients_of_results_agree_only_to_their_rounding(apart: float, said: str) -> None:
+    whole, result = drawn(0), drawn(1)
+    ours = replace(description({"w": whole}), of_results=samples(x=result))
+    moved = result + apart * drawn(2) * result.norm() / drawn(2).norm()
+    # A scaler's factor is none of the loss.
+    theirs = replace(description({"w": 1.5 * whole}), of_results=samples(x=8 * moved), scale=8.0)
+    found = judge_gradients([row("w", 0, whole, 1.5 * whole)], [ours], [theirs], {}).sentences
+    assert f"The gradients of the loss with respect to the model's results {said}" in found
+
+
 def test_gradients_of_results_at_right_angles_have_no_factor() -> None:
     whole, axes = drawn(0), torch.eye(4)
     ours, theirs = (
