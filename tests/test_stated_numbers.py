@@ -32,6 +32,7 @@ STATED: list[tuple[str, str, dict[str, Any]]] = [
     ("compare", "for at most 1,024 items", {"ranks.held_call._MOST_ITEMS": 1024}),
     ("compare", "takes about seven runs", {"comparison.started_scripts.EXPECTED_STARTS": 7}),
     ("compare", "the number of starts, at most 100", {"comparison.started_scripts.MOST_STARTS": 100}),
+    ("compare", "says so after half a minute", {"comparison.command._LONG": 30.0}),
     ("compare", "ends with an error after ten minutes", {"comparison.functions._SCRIPT_TIMEOUT": 600.0}),
     ("compare", "names no more than ten times what rounding had", {"comparison.inherited_rounding._MOST": 10.0}),
     ("compare", "few gradients of 16 bits differ by at most three times their", {"comparison.gradients._LITTLE": 3.0}),
