@@ -112,7 +112,7 @@ def judge_gradients(
     rounding = ""
     if factor == 1.0 and not absent and _may_be_rounding(over, lines, known):
         rounding, over = _of_rounding(over), []
-    elif factor == 1.0 and not absent and (of_loss := _of_amplifying_loss(over, baseline, target)):
+    elif factor == 1.0 and not absent and (of_loss := _of_amplifying_loss(over, baseline, target, known)):
         rounding, over = of_loss, []
     named = tuple(dict.fromkeys(line.name for line in over))
     sentences, parts = list(absent), 0
@@ -156,7 +156,10 @@ def _may_be_rounding(over: Sequence[_GradientPair], lines: Sequence[_GradientPai
 
 
 def _of_amplifying_loss(
-    over: Sequence[_GradientPair], baseline: Sequence[UpdateDescription], target: Sequence[UpdateDescription]
+    over: Sequence[_GradientPair],
+    baseline: Sequence[UpdateDescription],
+    target: Sequence[UpdateDescription],
+    known: Mapping[str, float],
 ) -> str:
     """A sentence if rounding that a loss amplifies may explain these gradients, else blank."""
     if not over or len(baseline) != len(target):
@@ -169,10 +172,12 @@ def _of_amplifying_loss(
     apart = distance_of_amplified(pairs, dtypes)
     if not apart or not all(line.limit < apart and line.left(1.0) <= _TIMES * apart for line in over):
         return ""
+    # A call that agrees has shown the backward pass.
+    where = "loss" if all(line.name in known for line in over) else "loss or in the backward pass"
     return (
         f"The gradients of {_with_distances(over)} differ, and so do, by {apart:.2g}, those of the loss with "
         "respect to the model's results. Rounding of the results may explain that, where the loss amplifies it as a "
-        "logarithm of small numbers does, and so may a small mistake in the loss."
+        f"logarithm of small numbers does, and so may a small mistake in the {where}."
         f"{'' if dtypes == {'float64'} else ' Compare both sides in float64 to find out.'}"
     )
 

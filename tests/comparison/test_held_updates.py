@@ -521,15 +521,16 @@ def test_neither_other_rows_nor_another_result_is_rounding_that_a_loss_amplifies
 def test_a_loss_amplifies_the_rounding_of_float64_by_as_much_as_that_of_float32() -> None:
     whole, given = drawn(0).double(), drawn(2).double()
 
-    def found(times: float) -> Any:
+    def found(times: float, known: dict[str, float]) -> Any:
         of_weight = whole + times * drawn(7)
         one = replace(description({"w": whole}), of_results=samples(y=given))
         other = replace(description({"w": of_weight}), of_results=samples(y=given + times * drawn(7)))
-        return judge_gradients([{**row("w", 0, whole, of_weight), "dtype": "float64"}], [one], [other], {})
+        return judge_gradients([{**row("w", 0, whole, of_weight), "dtype": "float64"}], [one], [other], known)
 
-    assert found(1e-10).named == ("w",)
-    rounded = found(1e-12)
-    assert rounded.rounding.endswith(" and so may a small mistake in the loss.")
+    assert found(1e-10, {}).named == ("w",)
+    # A call that agrees has shown the backward pass.
+    for known, where in (({}, "in the loss or in the backward pass."), ({"w": 1e-16}, "in the loss.")):
+        assert found(1e-12, known).rounding.endswith(f" and so may a small mistake {where}")
 
 
 @pytest.mark.parametrize("side", ["baseline", "target"])
