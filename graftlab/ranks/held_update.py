@@ -109,7 +109,8 @@ class GradientWatch:
         # The weights of the passes that have ended, and of the present one, by their ids, as gradients reached them.
         self._order: list[int] = []
         self._reached: list[int] = []
-        self._is_in_pass = False
+        # How many passes run, each within another, or in another thread.
+        self._running = 0
         self._backward = torch.autograd.backward
         # A script may make several models, one after the other.
         self._hooked = WeakTensorKeyDictionary()
@@ -168,13 +169,13 @@ class GradientWatch:
         if is_one and not (is_given or tensors.is_meta):
             self.losses.append(float(tensors.detach()))
         # Activation checkpointing may make passes within one.
-        is_inner, self._is_in_pass = self._is_in_pass, True
-        if not is_inner:
+        if not self._running:
             self._order, self._reached = self.order(), []
+        self._running += 1
         try:
             self._backward(tensors, *args, **kwargs)
         finally:
-            self._is_in_pass = is_inner
+            self._running -= 1
         for weight in self._sharded:
             if weight.grad is not None and weight.grad.layout == torch.strided:
                 self.of_shards[id(weight)] = TensorSample.of(own_part(weight.grad))
