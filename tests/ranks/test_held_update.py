@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -224,6 +225,36 @@ def test_a_weight_that_one_pass_reaches_repeatedly_is_last_where_its_gradient_is
         hidden = checkpoint(model["inside"], model["tied"](torch.ones(1, 2)), use_reentrant=True)
         checkpoint(model["tied"], hidden, use_reentrant=True).sum().backward()
         assert in_order(model, watch) == ["inside.weight", "tied.weight"]
+
+
+def test_a_pass_that_ends_after_another_in_a_second_thread_is_over() -> None:
+    watch, weights = GradientWatch(), [torch.ones(1, requires_grad=True) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    begun, over = threading.Event(), threading.Event()
+
+    def reaches(*found: torch.Tensor) -> Callable[..., None]:
+        return lambda *_: [watch._note(weight) for weight in found] and None
+
+    def second(*_: Any) -> None:
+        begun.set()
+        over.wait(60)
+
+    def first(*_: Any) -> None:
+        watch._backward = second  # type: ignore[assignment]
+        thread.start()
+        begun.wait(60)
+
+    thread = threading.Thread(target=lambda: watch._note_loss(weights[0]))
+    watch._backward = first  # type: ignore[assignment]
+    watch._note_loss(weights[0])
+    over.set()
+    thread.join(60)
+    # What each of two later passes reaches is known.
+    for found in (weights, weights[::2]):
+        watch._backward = reaches(*found)  # type: ignore[assignment]
+        watch._note_loss(weights[0])
+    assert watch.order() == [id(weight) for weight in weights]
 
 
 def test_losses_are_numbers_from_which_passes_of_the_script_begin() -> None:
