@@ -195,6 +195,10 @@ class UnitsSoFar:
             # Weights that were not compared in it may differ since.
             updates = numbered("update", [*self.undecided_updates])
             before = f", or before it in {updates}, which can only be judged in part"
+        elif self.undecided and found.inputs and len(self.models) - 1 not in self.undecided:
+            # Its inputs may be made of an earlier call's result, such as tokens.
+            calls = numbered("call", [place + 1 for place in self.undecided])
+            before = f", or before it in {calls}, which can only be judged in part, since its inputs differ already"
         return f"In call {number}, of {self.models[-1]}{before}:"
 
 

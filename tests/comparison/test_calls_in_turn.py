@@ -52,6 +52,19 @@ def test_a_call_that_differs_after_an_update_judged_in_part_may_inherit_that() -
     assert turns._so_far.at_last_call(differs) == f"In call 2, of Net, {before}:"
 
 
+def test_a_call_with_other_inputs_after_one_judged_in_part_may_inherit_that() -> None:
+    so_far, frame = UnitsSoFar(), pd.DataFrame({"group": ["fc"], "label": ["culprit"]})
+    so_far.models = ["Net", "Net", "Net"]
+    differs = Comparison(Findings(frame, 5.0, 1), 1, Mock(), None, "differ")
+    given = replace(differs, findings=replace(differs.findings, inputs=["input.ids@input"]))
+    assert so_far.at_last_call(given) == "In call 3, of Net:"
+    so_far.undecided = {0: differs, 1: differs}
+    before = "or before it in calls 1-2, which can only be judged in part, since its inputs differ already"
+    assert so_far.at_last_call(given) == f"In call 3, of Net, {before}:"
+    # From equal inputs this call itself differs.
+    assert so_far.at_last_call(differs) == "In call 3, of Net:"
+
+
 def test_inputs_that_differ_before_a_later_call_point_to_the_scripts() -> None:
     turns = _HeldInTurn(cast("Session", None), ScriptChoice())
     turns._so_far.models = ["Net", "Net"]
