@@ -217,7 +217,7 @@ def test_gradients_are_in_the_order_of_a_pass_where_each_pass_reaches_only_some(
         assert in_order(model, watch) == [name for name in order if name != "other.weight"]
 
 
-def test_a_weight_that_one_pass_reaches_repeatedly_is_last_where_its_gradient_is_complete() -> None:
+def test_a_weight_that_one_pass_reaches_repeatedly_counts_in_its_last_place() -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("tied", "inside")})
 
     with watched(model) as watch:

@@ -116,7 +116,7 @@ def test_a_target_that_lacks_the_last_operation_differs_whatever_else_it_returns
         assert [*far(compare_returned([ours], [theirs], [PairRule("head", tap)]))] == [name]
 
 
-def test_values_of_one_name_are_compared_even_if_another_one_equals_the_targets() -> None:
+def test_values_of_one_name_are_compared_whatever_else_the_target_equals() -> None:
     ours = NamedTensors({"['loss']": ONES, "['mean']": 2 * ONES, "['last']": ONES})
     theirs = NamedTensors({"['loss']": 2 * ONES, "['last']": ONES})
     assert far(compare_returned([ours], [theirs], [PairRule("output.mean", "output.loss")])) == {
