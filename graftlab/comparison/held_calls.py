@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import partial
 
 import pandas as pd
 
-from graftlab.base.tap_groups import kind_of_group
+from graftlab.base.tap_groups import is_output, kind_of_group
 from graftlab.base.text import counted, first_of
 from graftlab.comparison.answers import NOT_COMPARED, Comparison, ReasonedAnswer, answer_of, is_beyond_rounding
 from graftlab.comparison.call_remarks import (
@@ -57,6 +58,11 @@ _NO_ROW = (
     "Both calls are given the same tokens, and no row of the one result is near any row of the other, so they differ "
     "whatever the order of their rows."
 )
+_NUMBERED_PLACE = re.compile(r"\[\d+\]$")
+_OTHER_PLACES = (
+    "The sides return different numbers of values ({} and {}), so {place} of one may be another value than that of the "
+    "other."
+)
 # Shorter words, such as indices, begin many others.
 _LEAST_WORD = 3
 _MOST_WEIGHTS = 4
@@ -85,6 +91,11 @@ def judge_held_calls(
         repeats.verdict, choice, gradient_parts=len(target) > 1 and any(call.needs_backward for call in target)
     )
     verdict = judge()
+    by_place = _results_differ_by_place(baseline, target, verdict.findings) if proposal is None else []
+    if choice.match is None and by_place and len(by_place) == len(verdict.findings.named):
+        with suppress(MatchError):
+            proposal = _matched(repeats, target)
+            verdict = judge()
     by_chance: list[str] = []
     if earlier is not None and proposal is not None and not remarks:
         verdict, proposal, by_chance = _without_pairs_by_chance(repeats, verdict, judge, proposal)
@@ -110,6 +121,9 @@ def judge_held_calls(
     lacks_result = agrees_else and conclusion.answer == "inconclusive" and conclusion.reasons == [NOT_COMPARED]
     remarks += conclusion.reasons
     remarks[:0] = _in_order_of_parts(baseline, target, choice.threshold, conclusion, findings.data)
+    if differ and by_place and proposal is None:
+        counts = [len(call.returned) for call in (baseline[0], target[0])]
+        remarks.append(_OTHER_PLACES.format(*counts, place=first_of(by_place)))
     if differ:
         remarks += [*in_training_alone(baseline[0], target[0]), *differing_numbers(baseline, target)]
         remarks += in_padding(baseline[0], findings)
@@ -358,6 +372,20 @@ def _pair_by_names(baseline: Sequence[CallDescription], target: Sequence[CallDes
         # Ranks may have parts of a batch, and so may the calls before one update.
         return True
     return _have_equal_shapes(baseline[0], target[0])
+
+
+def _results_differ_by_place(
+    baseline: Sequence[CallDescription], target: Sequence[CallDescription], findings: Findings
+) -> list[str]:
+    """The named values at numbered places of results that have different numbers of values, so that the baseline's
+    ``[0]`` may be what the target does not return.
+    """
+    if len(baseline) != 1 or len(target) != 1:
+        return []
+    ours, theirs = (len(call.returned) for call in (baseline[0], target[0]))
+    if ours == theirs or min(ours, theirs) == 1:
+        return []
+    return [group for group in findings.named if is_output(group) and _NUMBERED_PLACE.search(group)]
 
 
 def _train_others(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:

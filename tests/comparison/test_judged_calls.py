@@ -305,6 +305,42 @@ def test_taps_are_matched_where_names_do_not_pair_or_if_asked() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "named", "choice", "is_matched", "is_remarked"),
+    [
+        (3, 2, ("output[0]",), None, True, False),
+        (2, 3, ("output[0]", "output[1]"), None, True, False),
+        # A value within differs, too: names pair, and the results may be right.
+        (3, 2, ("a", "output[0]"), None, False, True),
+        (3, 2, ("output[0]",), False, False, True),
+        (3, 2, ("a",), None, False, False),
+        (2, 2, ("output[0]",), None, False, False),
+        (3, 1, ("output[0]",), None, False, False),
+        (3, 2, ("output.mu",), None, False, False),
+    ],
+)
+def test_results_with_fewer_values_are_paired_by_value_where_only_they_differ(
+    ours: int, theirs: int, named: tuple[str, ...], choice: bool | None, is_matched: bool, is_remarked: bool
+) -> None:
+    def returning(count: int) -> CallDescription:
+        values = {f"[{place}]": MANY for place in range(count)}
+        return held(plain=values, tapped=values)
+
+    proposal = Proposal((Pair("output[1]", "output[0]"),))
+    runs = Runs(found(*named, label="wrong", ratio=50.0), match=proposal)
+    comparison = runs.judge(returning(ours), returning(theirs), match=choice)
+    assert runs.match.called is is_matched
+    assert runs.verdict.call_count == (2 if is_matched else 1)
+    assert any("may be another value" in each for each in comparison.remarks) is is_remarked
+
+
+def test_results_with_fewer_values_that_cannot_be_paired_may_be_right() -> None:
+    three, two = (held(plain={f"[{place}]": MANY for place in range(count)}) for count in (3, 2))
+    findings = found("output[0]", label="wrong", ratio=50.0)
+    comparison = Runs(findings, match=MatchError("no values are alike")).judge(three, two)
+    assert "(3 and 2), so output[0]" in next(each for each in comparison.remarks if "another value" in each)
+
+
+@pytest.mark.parametrize(
     ("trained", "choice", "wanted"),
     [
         (("a.w", "y.w"), {"match_trained": True}, True),

@@ -1,4 +1,4 @@
-"""A model that returns in one tensor what the other returns in two is compared as a whole."""
+"""Results with different numbers of values: two in one tensor are compared as a whole, and others by their values."""
 
 from __future__ import annotations
 
@@ -55,3 +55,34 @@ def test_a_part_whose_values_have_no_partner_is_the_one_that_differs() -> None:
         first = comparison.text.splitlines()[0]
         assert "output[0]" in first or "the last tap" in first, comparison.text
         assert "compared only in part" not in comparison.text
+
+
+class Encoder(nn.Module):
+    """A latent, its mean and its variance, or the last two alone."""
+
+    def __init__(self, first: int, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.mean, self.variance = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.first, self.factor = first, factor
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.stem(x).tanh()
+        mean, variance = self.mean(x), self.variance(x)
+        return (mean + variance.exp(), mean, variance * self.factor)[self.first :]
+
+
+@pytest.mark.ranks
+def test_a_result_without_the_first_value_is_not_compared_place_by_place() -> None:
+    comparison = gl.compare(partial(Encoder, 0), partial(Encoder, 1), X)
+    with comparison.session:
+        assert comparison.answer == "inconclusive", comparison.text
+        assert "returns the baseline's output[1] as the returned value [0]" in comparison.text
+
+
+@pytest.mark.ranks
+def test_a_mistake_in_a_result_without_the_first_value_is_found() -> None:
+    comparison = gl.compare(partial(Encoder, 0), partial(Encoder, 1, 1.5), X)
+    with comparison.session:
+        assert comparison.answer == "differ", comparison.text
+        assert "the returned value [1]" in comparison.text.splitlines()[0]
