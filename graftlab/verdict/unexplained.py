@@ -181,9 +181,11 @@ class UnexplainedDifferences:
         if self.returned is None or not self.returned.lost:
             return []
         name = "" if self._last is None else f", such as {self._last}"
+        lost = self.returned.lost
+        which = ", which was" if len(lost) == 1 else ". These were"
         return [
-            f"{_capital(' and '.join(self.returned.lost))}, which was therefore not compared. If this is intended, "
-            f"name the tap that counts (output=, or --output){name}."
+            f"{_capital('; '.join(lost))}{which} therefore not compared. If this is intended, name the tap that counts "
+            f"(output=, or --output){name}."
         ]
 
     def after_last_tap(self, *, all_grafted: bool = True) -> list[str]:

@@ -128,6 +128,9 @@ def test_a_result_of_another_shape_clears_nothing_unless_it_may_be_a_part() -> N
         f"T{said[1:]}, which was therefore not compared. If this is intended, name the tap that counts (output=, or "
         "--output), such as x."
     )
+    two = ReturnedValues(lost=(said, "only the baseline returns the result's [1]"))
+    (sentence,) = UnexplainedDifferences(frame_of(tap("x", 1)), [], two, None, FLOORS, 5.0).lost()
+    assert f"T{said[1:]}; only the baseline returns the result's [1]. These were therefore not compared." in sentence
     # A shard of one of two ranks, or a tensor that pairs assemble.
     for each in (compare_returned([whole], [part, part]), compare_returned([whole], [part], [PairRule("x", "y", "")])):
         assert (each.left, each.lost) == ((said,), ())
