@@ -73,6 +73,8 @@ class PeerConnector:
         self._refusals = RefusalLog()
         nonce = secrets.token_bytes(_NONCE)
         name = f"{place.label} {secrets.token_hex(8)}".encode()
+        # What may refuse comes before all that would have to be closed then.
+        folder = _own_folder()
         try:
             self._router = RouterSocket(derive_keys(token), name, address, ports)
         except OSError as error:
@@ -80,7 +82,7 @@ class PeerConnector:
         self._segment, self._size = create_segment()
         self.arena = Arena(self._segment, self._size, writable=True)
         self.arena.map[_NONCE_AT] = nonce
-        self._folder = Path(tempfile.mkdtemp(prefix="link-", dir=_own_folder()))
+        self._folder = Path(tempfile.mkdtemp(prefix="link-", dir=folder))
         path = self._folder / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))

@@ -339,7 +339,8 @@ def _inferred(
     if known is not None:
         matched, unmatched = _rows_of_pair(given, known)
         found = replace(found, known=known, rows_matched=matched, rows_unmatched=unmatched)
-    return replace(found, layout=f"{theirs} => {INFERRED}", note=_note_on(joined.disagreements))
+    caveat = "; ".join(into.caveats) if into is not None else ""
+    return replace(found, layout=f"{theirs} => {INFERRED}", note=_note_on(joined.disagreements), caveat=caveat or None)
 
 
 def _cut(given: GraftTransformInput, whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

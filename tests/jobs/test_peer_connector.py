@@ -498,8 +498,11 @@ def test_ranks_meet_in_a_folder_that_only_their_user_can_enter(tmp_path: Path, m
     another = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: another)
     folder.rename(tmp_path / f"graftlab-{another}")
+    before = descriptors()
     with pytest.raises(SessionError, match="must be a folder of this user"):
-        peer_connector._own_folder()
+        PeerConnector(Place("target", 0, 1, 1), new_token(), "127.0.0.1")
+    # It was refused before anything was open.
+    assert descriptors() <= before
 
 
 def test_a_rank_has_a_socket_wherever_temporary_files_are(

@@ -235,6 +235,11 @@ def test_all_side_effects_of_a_graft_are_said() -> None:
         "a graft fills elements 2..2 of dim 0, which are padding, with 0; "
         "a graft fills elements 3..3 of dim 1, which are padding, with 0"
     )
+    # A pair's, too, for a receiver of several that declares no layout.
+    pair = parse_layout("pad(dim=0, size=2, to=4)")
+    rest: dict[str, Any] = {"pair": pair, "whole": "received", "senders": [0], "send_world_size": 1}
+    given = GraftTransformInput({"name": "x"}, [torch.ones(2)], [None], torch.zeros(2), recv_world_size=2, **rest)
+    assert by_layout(given).caveat == "a graft fills elements 2..3 of dim 0, which are padding, with 0"
 
 
 @pytest.mark.parametrize(
