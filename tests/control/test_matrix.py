@@ -61,6 +61,8 @@ def work(phase: str, label: str, end: Callable[[], object]) -> None:
     """What every rank does; the one of this label ends, on another thread while its main thread waits."""
     import threading
 
+    # coverage.py has a handler, which the main thread does not run while it is in a collective.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     me = gl.here()
     is_it = f"{me.side}[{me.rank}]" == label
     gl.tap("before", torch.ones(3))

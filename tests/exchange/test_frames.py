@@ -123,7 +123,7 @@ class Mischief:
     """Ends the process that unpickles it."""
 
     def __reduce__(self) -> object:
-        return os._exit, (13,)
+        return os.abort, ()
 
 
 HEADER = encode(DeclineFrame(TapKey(1, "x", (("layer", 1),), "original", 0)))

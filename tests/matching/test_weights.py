@@ -122,6 +122,10 @@ def test_unrelated_weights_have_no_partner(llama: Port) -> None:
     fresh = {name: torch.randn(value.shape, generator=generator) for name, value in target.items()}
     match = gl.match_weights(baseline, fresh)
     assert not any(pair.by_value for pair in match.pairs)
+    assert repr(match).splitlines() == [
+        f"<graftlab.WeightMatch: {match.summary}>",
+        *(f"  {each}" for each in match.problems),
+    ]
     assert len(match.problems) >= len(fresh)
 
 

@@ -25,6 +25,8 @@ CELLS = {
 
 @pytest.mark.parametrize("what", CELLS)
 def test_input_and_debuggers_are_refused_at_once_with_advice(what: str, session: gl.Session) -> None:
+    # coverage.py traces the rank, too.
+    before = session.run(None, lambda: type(sys.gettrace()).__name__).target
     with pytest.raises(gl.RunError) as caught:
         session.execute(CELLS[what], "target[0]")
     said = str(caught.value)
@@ -34,8 +36,8 @@ def test_input_and_debuggers_are_refused_at_once_with_advice(what: str, session:
         assert "a debugger cannot be used on a rank, which has no terminal; `%graft debug target[0]`" in said
     assert "BdbQuit" not in said
     assert "EOF" not in said
-    # The rank keeps running, and is not traced.
-    assert session.run(None, lambda: (sys.gettrace() is None, 6 * 7)).target == [(True, 42)]
+    # The rank keeps running, and no debugger traces it.
+    assert session.run(None, lambda: type(sys.gettrace()).__name__).target == before
 
 
 def test_the_line_that_asked_for_input_is_shown(session: gl.Session) -> None:

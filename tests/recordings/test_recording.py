@@ -27,8 +27,10 @@ from kit.refusals import exactly
 import graftlab as gl
 from graftlab.base.tensor_bytes import as_bytes
 from graftlab.grafting import decisions
+from graftlab.layouts import Layout, Mesh, parse_layout
 from graftlab.recordings import tensor_file, writer
-from graftlab.recordings.file_format import ChecksumChain, IndexLine, TapEntry
+from graftlab.recordings.file_format import ChecksumChain, IndexLine, StoredLayout, TapEntry
+from graftlab.recordings.recorded_side import _layout_of
 from graftlab.taps import calls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
@@ -206,6 +208,21 @@ def test_the_sizes_of_a_layouts_axes_are_recorded_where_they_suffice(
     record_ranks(monkeypatch, tmp_path, 4, layout=layout)
     lines = [msgspec.json.decode(index_of(tmp_path).read_bytes().splitlines()[0])]
     assert [line["layout"] for line in lines] == [{"text": layout, "mesh": mesh and [*map(list, mesh)]}]
+
+
+def test_a_layout_that_is_an_object_is_recorded_with_its_mesh_and_read_again(tmp_path: Path) -> None:
+    layout = parse_layout("shard(dim=0, mesh='tp')", mesh={"tp": 2})
+    swapped = Layout(layout.steps, Mesh((("tp", 2),), (1, 0)))
+    with gl.record(tmp_path):
+        gl.tap("x", torch.ones(2), layout=layout)
+        with pytest.warns(gl.GraftWarning, match="not recorded: the layout of tap 'y': .* cannot be written as text"):
+            gl.tap("y", torch.ones(2), layout=swapped)
+        gl.tap("z", torch.ones(2))
+    [(entries, _)] = gl.Recording(tmp_path)._ranks
+    assert [_layout_of(entry) for entry in entries] == [layout, None, None]
+    lost = msgspec.structs.replace(entries[0], layout=StoredLayout("shard(dim=0", [("tp", 2)]))
+    with pytest.raises(gl.RecordingError, match="has a layout that cannot be read"):
+        _layout_of(lost)
 
 
 def test_a_recording_of_many_bytes_is_in_several_files_each_with_its_own(

@@ -106,6 +106,8 @@ def test_wrong_programs_return_something_else_and_benign_ones_return_the_same() 
     assert [each.name for each in PROGRAMS if each.is_benign and off[each.name] > allowed[each.name]] == []
     # Another way to compute something rounds differently; only these four make the same operations.
     equal = {"experts_in_buffers", "autocast_by_hand", "dataclass_for_a_dataclass_with_a_norm", "first_call_warms_up"}
+    # On some processors a product and its transpose are computed alike.
+    equal.add("tied_head_as_a_copy")
     assert {each.name for each in PROGRAMS if each.is_benign and off[each.name] == 0.0} <= equal
     only_in_a_tap = {"head_under_another_name", "dataclass_with_logarithms_of_its_weights"}
     assert {each.name for each in FAULTY if off[each.name] < 1e-3} == only_in_a_tap
