@@ -638,6 +638,8 @@ def test_variables_before_a_command_are_set_for_it() -> None:
     command = command_of("env RATE=a=b PYTHONPATH='some where' python score.py X=1", None)
     assert (Path(command.arguments[0]).name, *command.arguments[1:]) == ("python", "score.py", "X=1")
     assert command.variables == {"RATE": "a=b", "PYTHONPATH": "some where"}
+    # A shell gets none of them, because PYTHONPATH set there hides graftlab from the script.
+    assert command_of("env RATE=1 python score.py | tee out", None).arguments[-1] == "python score.py | tee out"
     # Options of env are for env.
     assert command_of("env -u RATE python score.py", None).arguments[1:] == ("-u", "RATE", "python", "score.py")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError
 from graftlab.grafting.tap_records import CallKey, CountingHandler
 from graftlab.jobs import on_import
-from graftlab.jobs.job_log import _WarningForwarder
+from graftlab.jobs.job_log import _WarningForwarder, log_to
 from graftlab.jobs.on_import import watch_first_model
 from graftlab.taps.routing import handled_by
 
@@ -108,6 +109,19 @@ def test_warnings_alone_reach_the_handlers_of_the_job(caplog: pytest.LogCaptureF
     for level in (logging.INFO, logging.WARNING, logging.ERROR):
         forwarder.emit(logging.LogRecord("graftlab", level, "", 0, logging.getLevelName(level), None, None))
     assert [each.getMessage() for each in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_a_log_that_cannot_be_written_is_no_silent_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = logging.getLogger("graftlab")
+    monkeypatch.setattr(package, "handlers", [*package.handlers])
+    monkeypatch.setattr(package, "propagate", package.propagate)
+    monkeypatch.setattr(package, "level", package.level)
+    log_to(tmp_path)
+    [warning] = [each.getMessage() for each in caplog.records]
+    assert f"{tmp_path} cannot be written: " in warning
+    assert "only the rows show what each graft did" in warning
 
 
 def test_each_optimizer_of_the_model_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:

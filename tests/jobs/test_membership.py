@@ -320,7 +320,8 @@ def test_each_receiver_has_the_transform_that_its_own_job_brought() -> None:
             if which is not None:
                 found[side, layer] = plan.transforms[which].text.rpartition(".")[2]
     assert found == {("target", 1): "align_by_request", ("baseline", 2): "by_layout"}
-    assert "the ranks of a side need the same" in agreed.objection("target", brought("by_layout"))
+    joined_first = "in the target process that joined first; the ranks of a side need the same"
+    assert joined_first in agreed.objection("target", brought("by_layout"))
     assert "is 'graftlab.transforms.by_layout' here, but 'graftlab.transforms.align_by_request'" in agreed.objection(
         "target", brought("by_layout")
     )

@@ -162,19 +162,21 @@ def test_rows_with_equal_masks_differ_no_longer_and_all_others_stay() -> None:
         {"name": "scores", **masked},
         {"name": "wrong", **masked},
         {"name": "not kept", **masked},
+        {"name": "more", "nonfinite_baseline": 1, "nonfinite_target": 2, "nonfinite_differ": 1},
         {"name": "both ways", "nonfinite_baseline": 1, "nonfinite_target": 1, "nonfinite_differ": 2},
         {"name": "scores", "tags": {"kind": "grad"}, **masked},
         {"name": "finite"},
     )
     runs: Any = Kept({"scores": ([NO, NO, 1.0], [-1e9, NO, 1.0]), "wrong": ([NO, NO, 1.0], [2.0, NO, 1.0])})
+    runs.pairs["more"] = ([-1e9, NO, 1.0], [NO, NO, 1.0])
     changed, grafted, names = with_equal_masks(runs, compared, rows_of({"name": "finite"}))
-    assert names == ["scores"]
-    assert changed["nonfinite_differ"].tolist() == [0, 1, 1, 2, 1, 0]
-    assert changed["nonfinite_baseline"].tolist() == [1, 2, 2, 1, 2, 0]
+    assert names == ["scores", "more"]
+    assert changed["nonfinite_differ"].tolist() == [0, 1, 1, 0, 2, 1, 0]
+    assert changed["nonfinite_baseline"].tolist() == [1, 2, 2, 1, 1, 2, 0]
     assert grafted["nonfinite_differ"].tolist() == [0]
     # The run whose rows have no such place is not made again.
     assert [(each.compare, each.b2t) for each in runs.asked] == [("True", None)]
-    assert compared["nonfinite_differ"].tolist() == [1, 1, 1, 2, 1, 0]
+    assert compared["nonfinite_differ"].tolist() == [1, 1, 1, 1, 2, 1, 0]
     runs = Kept({"scores": ([NO, NO, 1.0], [-1e9, NO, 1.0])})
     changed, grafted, names = with_equal_masks(runs, compared[:1], compared[:1])
     assert (grafted["nonfinite_differ"].tolist(), len(runs.asked)) == ([0], 2)
