@@ -209,7 +209,6 @@ def compare_returned(
             placed = {place: theirs[path] for path, place in elsewhere.items() if place not in theirs}
             found = with_tensors(theirs, {**without_places(theirs, others), **placed})
             unmoved = {path: tap for path, tap in others.items() if elsewhere.get(path) not in placed}
-            expected = without_places(ours, {elsewhere[path] for path in unmoved if path in elsewhere})
             compared = compare_results(*_in_parts(expected, found, pairs), matched=True)
             # What has another place is at least said, where nothing else is.
             said = unmoved if unmoved or compared.lost else others
