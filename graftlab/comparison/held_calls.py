@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -44,7 +43,7 @@ from graftlab.ranks.call_description import CallDescription
 from graftlab.ranks.holding import repeat_call
 from graftlab.verdict.findings import Findings
 from graftlab.verdict.model_data import BEGINNINGS
-from graftlab.verdict.returned_values import compare_returned, of_other_taps, without_places
+from graftlab.verdict.returned_values import BY_PLACE, compare_returned, of_other_taps, without_places
 from graftlab.verdict.rounds_differently import sentence_on_single_taps
 from graftlab.verdict.wording import NOT_CHECKED
 
@@ -58,10 +57,8 @@ _NO_ROW = (
     "Both calls are given the same tokens, and no row of the one result is near any row of the other, so they differ "
     "whatever the order of their rows."
 )
-_NUMBERED_PLACE = re.compile(r"\[\d+\]$")
 _OTHER_PLACES = (
-    "The sides return different numbers of values ({} and {}), so {place} of one may be another value than that of the "
-    "other."
+    "The sides return different numbers of values ({} and {}), so {place} may not be the same value on both sides."
 )
 # Shorter words, such as indices, begin many others.
 _LEAST_WORD = 3
@@ -385,7 +382,7 @@ def _results_differ_by_place(
     ours, theirs = (len(call.returned) for call in (baseline[0], target[0]))
     if ours == theirs or min(ours, theirs) == 1:
         return []
-    return [group for group in findings.named if is_output(group) and _NUMBERED_PLACE.search(group)]
+    return [group for group in findings.named if is_output(group) and BY_PLACE.search(group)]
 
 
 def _train_others(baseline: Sequence[CallDescription], target: Sequence[CallDescription]) -> bool:

@@ -66,7 +66,7 @@ _LEAST_WIDTH = 8
 # A tap's name and the place in a result have the same ones: ``output.logits`` and ``['logits']``.
 _WORD = re.compile(r"\w+")
 # A place in a tuple or list, which has no name.
-_BY_PLACE = re.compile(r"\[\d+\]$")
+BY_PLACE = re.compile(r"\[\d+\]$")
 
 _LARGEST, _OF_FLOAT32 = 100.0, roundoff("float32")
 
@@ -209,6 +209,9 @@ def compare_returned(
             placed = {place: theirs[path] for path, place in elsewhere.items() if place not in theirs}
             found = with_tensors(theirs, {**without_places(theirs, others), **placed})
             unmoved = {path: tap for path, tap in others.items() if elsewhere.get(path) not in placed}
+            # The target does return these; a place that it fills with a value without a partner is compared.
+            returned_elsewhere = {elsewhere[path] for path in unmoved if path in elsewhere} - {*found}
+            expected = without_places(ours, returned_elsewhere)
             compared = compare_results(*_in_parts(expected, found, pairs), matched=True)
             # What has another place is at least said, where nothing else is.
             said = unmoved if unmoved or compared.lost else others
@@ -279,7 +282,7 @@ def of_other_taps(expected: object, found: object, pairs: Sequence[PairRule]) ->
         # What a model inside a function returns has that model's name before it.
         is_own = rule.target.startswith("output") and is_output(TapCallName.of(rule.target).name)
         path = _path_of(rule.target, theirs) if is_own else None
-        if path is not None and path in ours and _BY_PLACE.search(path) is not None:
+        if path is not None and path in ours and BY_PLACE.search(path) is not None:
             taps[path].add(rule.baseline)
     others = {}
     for path, names in taps.items():

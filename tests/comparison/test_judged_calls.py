@@ -330,14 +330,14 @@ def test_results_with_fewer_values_are_paired_by_value_where_only_they_differ(
     comparison = runs.judge(returning(ours), returning(theirs), match=choice)
     assert runs.match.called is is_matched
     assert runs.verdict.call_count == (2 if is_matched else 1)
-    assert any("may be another value" in each for each in comparison.remarks) is is_remarked
+    assert any("may not be the same value" in each for each in comparison.remarks) is is_remarked
 
 
 def test_results_with_fewer_values_that_cannot_be_paired_may_be_right() -> None:
     three, two = (held(plain={f"[{place}]": MANY for place in range(count)}) for count in (3, 2))
     findings = found("output[0]", label="wrong", ratio=50.0)
     comparison = Runs(findings, match=MatchError("no values are alike")).judge(three, two)
-    assert "(3 and 2), so output[0]" in next(each for each in comparison.remarks if "another value" in each)
+    assert "(3 and 2), so output[0]" in next(each for each in comparison.remarks if "the same value" in each)
 
 
 @pytest.mark.parametrize(

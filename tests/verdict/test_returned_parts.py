@@ -106,7 +106,14 @@ def test_results_with_other_parts_are_compared_as_pairs_say_not_by_place() -> No
     alike = PairRule("output[1]", "output[0]"), PairRule("output[2]", "output[1]")
     found = compare_returned([(ONES, 2 * ONES, 3 * ONES)], [(2 * ONES, 3 * ONES)], alike)
     assert far(found) == {"[2]": 0.0}
-    assert len(found.lost) == 2
+    # What the target returns elsewhere is not listed as missing.
+    assert found.lost == (
+        "the target returns the baseline's output[1] as the returned value [0]",
+        "only the baseline returns the result's [0]",
+    )
+    # A value without a partner differs, though another has moved out of its place.
+    wrong = compare_returned([(ONES, 2 * ONES, 3 * ONES)], [(2 * ONES, 5 * ONES)], alike[:1])
+    assert far(wrong) == {"[1]": 1.5}
 
 
 def test_a_target_that_lacks_the_last_operation_differs_whatever_else_it_returns() -> None:
