@@ -76,6 +76,7 @@ def lines_of(
                 each.operation.frames,
                 ranks_that_run(side, each.operation),
                 each.operation.is_random,
+                each.puts_constants,
             )
             key = (frame.file, frame.line)
             if key in seen:

@@ -325,7 +325,8 @@ class _Side:
         # What new memory happens to hold is no result.
         new = [replace(each, is_later=True) for each in found.values() if each.operation.name in _NEW_MEMORY]
         results = [each for each in found.values() if each.operation.name not in _NEW_MEMORY]
-        return self._with_incomparable_last([*results, *new], level)
+        found_at = [replace(each, puts_constants=self._puts_constants(each.operation)) for each in (*results, *new)]
+        return self._with_incomparable_last(found_at, level)
 
     def _with_incomparable_last(self, found: list[LostOperation], level: int) -> list[LostOperation]:
         """The lost operations, last those whose line computes known values elsewhere from inputs that are known too.
@@ -551,6 +552,13 @@ class _Side:
         if operation.only_arranges or not any(self.says(number) for number in operation.outputs):
             return False
         return all(self.level(number) >= level for number in operation.inputs if self.says(number))
+
+    def _puts_constants(self, operation: TracedOperation) -> bool:
+        """Whether an operation only puts constants at indices, as ``index_put`` does to make an adjacency matrix."""
+        dtypes = {number: self.trace.values[number].dtype for number in operation.inputs}
+        indices = {number for number, dtype in dtypes.items() if dtype in COUNTS}
+        has_places = any(dtypes[number] != "bool" for number in indices)
+        return has_places and all(map(self._flow.is_constant, dtypes.keys() - indices))
 
     def _overwrites(self, operation: TracedOperation) -> bool:
         """Whether an operation overwrites values by a constant, as ``x[-1] = 0`` does."""

@@ -24,9 +24,9 @@ class LostOperation:
     other side has its result in another order, with other signs or in another place, which may be intended.
     ``is_later``: it depends on another lost operation. ``lacks_sum``: only the sum of its results over the ranks is the
     other side's result. ``is_summand``: its results are summed later, so no single rank's is among the other side's
-    values. ``state`` has the tensors that outlive a call, that the operation reads and that the other side lacks.
-    ``partner`` is the index of the other side's operation that reads the same values and gives the same shape,
-    ``counterpart`` that operation.
+    values. ``puts_constants``: it only puts constants at indices. ``state`` has the tensors that outlive a call, that
+    the operation reads and that the other side lacks. ``partner`` is the index of the other side's operation that reads
+    the same values and gives the same shape, ``counterpart`` that operation.
     """
 
     operation: TracedOperation
@@ -37,6 +37,7 @@ class LostOperation:
     is_later: bool = False
     lacks_sum: bool = False
     is_summand: bool = False
+    puts_constants: bool = False
     state: tuple[StateRead, ...] = ()
     partner: int | None = None
     counterpart: TracedOperation | None = None

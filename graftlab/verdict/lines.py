@@ -37,7 +37,8 @@ class DifferingLine:
     outlive a call, and whose values the other side does not read: a weight, a buffer, a cache. ``written`` has for each
     of them the step and the line that wrote it last, blank if unknown. ``stack`` is the line itself and then its
     callers, innermost first. ``ranks`` are the side's ranks that run the line for this value, empty if all do.
-    ``is_random`` means that the operation draws random numbers.
+    ``is_random`` means that the operation draws random numbers; ``puts_constants`` that it only puts constants at
+    indices, as ``index_put`` does to make an adjacency matrix.
     """
 
     group: str
@@ -61,6 +62,7 @@ class DifferingLine:
     stack: tuple[SourceFrame, ...]
     ranks: tuple[int, ...] = ()
     is_random: bool = False
+    puts_constants: bool = False
 
     @property
     def is_telling(self) -> bool:
@@ -69,12 +71,13 @@ class DifferingLine:
 
     @property
     def counts(self) -> bool:
-        """Whether the operation reads no values but whole numbers, as ``arange`` and ``argsort(i64[8])`` do, or only a
-        shape: it may count what the other side counts differently, or what a fused operation of it never shows.
+        """Whether the operation reads no values but whole numbers, as ``arange`` and ``argsort(i64[8])`` do, only a
+        shape, or constants beside indices: it may count what the other side counts differently, or what a fused
+        operation of it never shows.
         """
         name, _, arguments = self.operation.partition("(")
         reads_shape_alone = name.endswith("_like") or name.startswith("new_")
-        return reads_shape_alone or all(map(_COUNT.fullmatch, _DTYPE.findall(arguments)))
+        return self.puts_constants or reads_shape_alone or all(map(_COUNT.fullmatch, _DTYPE.findall(arguments)))
 
     @property
     def chooses(self) -> bool:

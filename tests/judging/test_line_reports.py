@@ -349,8 +349,10 @@ def test_a_line_has_all_that_was_found_about_its_operation() -> None:
     assert line.written[0].endswith("line 6")
     assert line.stack == mine.operation.frames
     assert not line.is_random
-    (line,) = lines_of(call(before=on_both([lost(1, of={"is_random": True})])))
+    assert not line.puts_constants
+    (line,) = lines_of(call(before=on_both([lost(1, of={"is_random": True}, puts_constants=True)])))
     assert line.is_random
+    assert line.puts_constants
 
 
 def test_a_line_that_only_arranges_may_be_intended_unless_it_is_confirmed() -> None:

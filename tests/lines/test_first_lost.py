@@ -152,6 +152,28 @@ def test_what_computes_from_a_count_of_one_side_alone_is_reported_beside_it() ->
     assert found[:2] == ["places = torch.arange(5)[:, None]", "angles = places.float() * (steps * 0.5)"]
 
 
+def test_what_only_puts_constants_at_indices_is_marked_and_what_computes_is_not() -> None:
+    def summed(x: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros(4, 8).index_add(0, edges[1], x[edges[0]]) * 0.5
+
+    def marked(matrix: Callable[[Tensor], Tensor]) -> dict[str, bool]:
+        def by_matrix(x: Tensor, edges: Tensor) -> Tensor:
+            return matrix(edges) @ (x * 0.4)
+
+        edges = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 2]])
+        return {
+            each.operation.name: each.puts_constants for each in compared(summed, by_matrix, drawn(4, 8), edges).target
+        }
+
+    counts = marked(lambda edges: torch.zeros(4, 4).index_put((edges[1], edges[0]), torch.ones(5)))
+    assert (counts["index_put"], counts["mul"]) == (True, False)
+    # Different numbers are weights, and a mask has no indices.
+    weights = torch.linspace(0.1, 0.9, 5)
+    assert not marked(lambda edges: torch.zeros(4, 4).index_put((edges[1], edges[0]), weights))["index_put"]
+    hidden = torch.eye(4).bool()
+    assert not marked(lambda edges: (torch.zeros(4, 4) + edges[0, 0]).masked_fill(hidden, 0.3))["masked_fill"]
+
+
 def test_a_wrong_order_of_heads_is_followed_back_to_where_it_arises() -> None:
     def shared(repeat: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def attend(q: Tensor, k: Tensor) -> Tensor:

@@ -506,6 +506,7 @@ def test_a_telling_line_is_shown_after_one_that_may_be_meant_and_before_a_count(
     assert most_telling([order, count]) == [order, count]
     for counts in ("arange(3)", "argsort(i64[8], stable=True)", "cat([int32[2], bool[2]])", "zeros_like(f32[2])"):
         assert not replace(telling, operation=counts).is_telling
+    assert not replace(telling, puts_constants=True).is_telling
     for computes in ("index(f32[3, 2], [i64[3]])", "pow(complex64[2], 2)", "cat([float8_e5m2[2]])"):
         assert replace(count, operation=computes).is_telling
 
