@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,7 +157,9 @@ def examples() -> Iterator[tuple[str, Any]]:
         for name in found.__all__:
             value = getattr(found, name)
             is_error = inspect.isclass(value) and issubclass(value, (Exception, Warning))
-            if (inspect.isclass(value) or inspect.isroutine(value)) and not is_error:
+            # In Python 3.10 the type of a function is a class, too.
+            is_alias = isinstance(value, types.GenericAlias)
+            if (inspect.isclass(value) or inspect.isroutine(value)) and not (is_error or is_alias):
                 yield f"{module}.{name}", value
     for holder in (gl.Session, type(gl.Session.plot.fget(None))):  # type: ignore[attr-defined]
         for name in sorted(attributes(holder)):

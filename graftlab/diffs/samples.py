@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlab.base.tensor_bytes import copyable
 from graftlab.diffs.maps import Array, Index, blocks, check_pair, working_dtype
 
 
@@ -203,5 +204,6 @@ def sample(baseline: Tensor, target: Tensor, *, points: int = 20_000) -> Sample:
 
 def _gather(tensor: Tensor, index: Array, shape: tuple[int, ...]) -> Array:
     places = torch.unravel_index(torch.from_numpy(index).to(tensor.device), shape)
-    values = tensor.detach().reshape(shape)[places].cpu().to(working_dtype(tensor))
+    # Torch 2.6 cannot index float8.
+    values = copyable(tensor.detach().reshape(shape))[places].view(tensor.dtype).cpu().to(working_dtype(tensor))
     return np.asarray(_magnitude(values).to(torch.float64).numpy())

@@ -648,7 +648,7 @@ def tap_inside_of_mlps(engine: Engine, compiled: bool) -> None:
             with gl.tags(part="inside"):
                 return gl.tap("after", inner(gl.tap("before", x)) * 1.0)
 
-        return torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+        return torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else forward
 
     for block in engine.model.blocks:  # type: ignore[union-attr]
         block.mlp.forward = tapped(block.mlp.forward)

@@ -37,8 +37,12 @@ FSDP_ON_CPU = "does not run FSDP on a CPU"
 _cells = itertools.count(1)
 
 
+IS_2_6 = torch.__version__.startswith("2.6.")
+"""That release imports its compiler with DTensors, which the tests' ranks import before they start."""
+
+
 def not_on_2_6(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.__version__.startswith("2.6."), reason=f"torch 2.6 {what}")
+    return pytest.mark.skipif(IS_2_6, reason=f"torch 2.6 {what}")
 
 
 def run_cell(source: str, **variables: Any) -> dict[str, Any]:
