@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.groups import run_ranks
+from kit.support import IS_2_6
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -105,7 +106,9 @@ def widen_calls(rank: int, folder: Path) -> None:
             assert x.dtype == torch.bfloat16
         held.end()
     widen_a_dtensor(rank, folder)
-    dist.destroy_process_group()
+    # After calls that failed on one rank, torch 2.6 may wait there for ever.
+    if not IS_2_6:
+        dist.destroy_process_group()
 
 
 def widen_a_dtensor(rank: int, folder: Path) -> None:
