@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.groups import run_ranks
-from kit.support import FSDP_ON_CPU, not_on_2_6
+from kit.support import FSDP_ON_CPU, not_on
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -97,6 +97,6 @@ def hold_calls(rank: int, folder: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(240)
-@not_on_2_6(FSDP_ON_CPU)
+@not_on("2.6", FSDP_ON_CPU)
 def test_calls_of_a_sharded_model_are_repeated_in_their_processes(tmp_path: Path) -> None:
     run_ranks(hold_calls, tmp_path, RANKS)

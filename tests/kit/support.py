@@ -37,12 +37,14 @@ FSDP_ON_CPU = "does not run FSDP on a CPU"
 _cells = itertools.count(1)
 
 
-IS_2_6 = torch.__version__.startswith("2.6.")
+RELEASE = ".".join(torch.__version__.split(".")[:2])
+IS_2_6 = RELEASE == "2.6"
 """That release imports its compiler with DTensors, which the tests' ranks import before they start."""
 
 
-def not_on_2_6(what: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(IS_2_6, reason=f"torch 2.6 {what}")
+def not_on(releases: str, what: str) -> pytest.MarkDecorator:
+    """Skips a test on these releases of torch, separated by spaces, which do something wrong or not at all."""
+    return pytest.mark.skipif(RELEASE in releases.split(), reason=f"torch {RELEASE} {what}")
 
 
 def run_cell(source: str, **variables: Any) -> dict[str, Any]:

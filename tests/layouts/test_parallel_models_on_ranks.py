@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import FSDP_ON_CPU, not_on_2_6
+from kit.support import FSDP_ON_CPU, not_on
 
 import graftlab as gl
 
@@ -18,9 +18,12 @@ RANKS = 1, 4
 pytestmark = pytest.mark.ranks
 
 KINDS = (
-    pytest.param("fsdp", marks=not_on_2_6(FSDP_ON_CPU)),
+    pytest.param("fsdp", marks=not_on("2.6", FSDP_ON_CPU)),
     "tp",
-    pytest.param("fsdp and tp", marks=not_on_2_6(FSDP_ON_CPU)),
+    pytest.param("fsdp and tp", marks=not_on("2.6", FSDP_ON_CPU)),
+)
+WHOLE_OF_BOTH = pytest.param(
+    "fsdp and tp", marks=[*KINDS[2].marks, not_on("2.9", "puts uneven shards of two dimensions together wrongly")]
 )
 
 
@@ -125,7 +128,7 @@ def test_graft_from_a_sharded_model_into_a_single_rank(session: gl.Session, kind
 
 
 @pytest.mark.parametrize("direction", ["b2t", "t2b"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:2], WHOLE_OF_BOTH])
 def test_weights_are_grafted_between_one_rank_and_uneven_shards(session: gl.Session, kind: str, direction: str) -> None:
     session.edit(**{direction: "kind == 'param'"}, compare=None)
     run = session.run(weights, weights, args=(kind,))

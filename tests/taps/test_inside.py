@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit.recorder import Recorder
-from kit.support import run_cell
+from kit.support import not_on, run_cell
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -482,6 +482,7 @@ def test_outside_a_session_no_hook_is_installed(model: Decoder) -> None:
 
 
 @pytest.mark.slow
+@not_on("2.9", "takes one hook of a module for another in compiled code")
 def test_compiled_code_shows_module_outputs_alone_and_warns(model: Decoder, recorder: Recorder) -> None:
     with gl.watch(model, include="name == 'layers.0'", inside="name == 'layers.0'"):
         compiled = torch.compile(model, backend="eager", fullgraph=True)

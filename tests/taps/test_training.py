@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit.recorder import Recorder
 from kit.refusals import exactly
-from kit.support import FSDP_ON_CPU, not_on_2_6, reset
+from kit.support import FSDP_ON_CPU, not_on, reset
 from torch import nn
 
 import graftlab as gl
@@ -219,7 +219,7 @@ def distributed(how: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=not_on_2_6(FSDP_ON_CPU))])
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=not_on("2.6", FSDP_ON_CPU))])
 def test_a_distributed_step_is_compared_with_one_of_a_single_process(one_and_two: gl.Session, how: str) -> None:
     frame = reset(one_and_two).run(distributed, distributed, args=(how,)).frame
     assert set(frame["status"]) == {"compared"}, frame[frame["status"] != "compared"][["name", "kind", "error"]]
