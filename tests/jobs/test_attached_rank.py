@@ -201,7 +201,7 @@ def test_a_new_world_is_offered_only_while_it_is_wanted() -> None:
     assert rank._grafter.offer.call_args.args[0] is None
 
 
-def test_a_rank_sends_its_status_while_it_is_in_a_world_of_its_own_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_sends_its_status_while_it_is_in_a_world_that_it_has_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     beats, rank, linked = Mock(), attached(), world(2, Mock())
     monkeypatch.setattr("graftlab.jobs.attached_rank.Heartbeat", beats)
     rank._connection.send_status = Mock()
@@ -406,7 +406,7 @@ def test_a_job_on_another_machine_logs_into_its_own_folder(tmp_path: Path) -> No
     assert rank._own_log() == tmp_path / "run" / "logs" / "target-1.log"
     assert stat.S_IMODE((tmp_path / "run" / "logs").stat().st_mode) == 0o700
     assert rank._own_log().parent.is_dir()
-    # Or, without a folder of its own, beside its rendezvous.
+    # Or, without such a folder, beside its rendezvous.
     rank._config = GraftConfig(role="target", address=str(tmp_path / "rendezvous"))
     assert rank._own_log() == tmp_path / "rendezvous" / "logs" / "target-1.log"
     # Without an endpoint of its own, it is reached where the session is.

@@ -274,7 +274,7 @@ def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path:
     assert joined.how_it_ended() == "closed its connection"
     joined.process.wait.assert_called_once_with(1.0)
     joined.process = process
-    # A script that goes on by itself is not waited for.
+    # A script that continues by itself keeps no session waiting.
     process.keeps_going = True
     assert joined.join(0.0)
     process.keeps_going = False

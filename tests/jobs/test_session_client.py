@@ -130,7 +130,7 @@ def test_a_far_session_that_refuses_is_left_and_given_its_time(
     with pytest.raises(SessionError, match=exactly("full")):
         made._ask_over_network(made._config.endpoint, state)  # type: ignore[arg-type]
     far.close.assert_called_once_with()
-    # A job that joins again has no time limit of its own.
+    # The timeout of a job is for its first session alone.
     limit = far.ask.call_args.args[1]
     assert limit == 15.0 if rejoins else 0.0 < limit <= 0.5
 

@@ -185,7 +185,7 @@ def test_a_plan_on_which_jobs_agreed_stays_once_it_was_edited(tmp_path: Path) ->
             rank.close_rank_ends()
 
 
-def test_a_refusal_is_told_until_that_rank_has_joined(tmp_path: Path) -> None:
+def test_a_waiting_rank_reads_of_a_refusal_until_that_rank_has_joined(tmp_path: Path) -> None:
     session, server = opened(tmp_path)
     said: list[str] = []
     waits: Any = SimpleNamespace(channel=SimpleNamespace(send=lambda frame: said.append(unpack_to_rank(frame).what)))
