@@ -437,6 +437,30 @@ def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Pat
     rank.close_rank_ends()
 
 
+def test_a_new_process_has_neither_the_end_nor_the_status_of_the_one_before(tmp_path: Path) -> None:
+    device = DeviceAssignment("cpu", "none")
+    gone, released, replaced = (AttachedRankHandle(Place("target", 0, 1, 1), tmp_path) for _ in range(3))
+    for handle in (gone, released, replaced):
+        handle.assign_process(7, device)
+    gone.alive = False
+    gone.release()
+    assert gone.how_it_ended() == "left, or its process ended"
+    released.release()
+    assert released.how_it_ended() == "was released, and continues without this session"
+    released.assign_process(8, device)
+    assert released.how_it_ended() == "left, or its process ended"
+    segment = os.memfd_create("of-a-world")
+    os.truncate(segment, mmap.PAGESIZE)
+    with mmap.mmap(segment, mmap.PAGESIZE) as page:
+        StatusPage(page).write("running", step=5, plan_version=1, taps=2)
+    replaced.prepare_segment(segment)
+    replaced.enter_world()
+    assert replaced.status().step == 5
+    replaced.renew()
+    assert replaced.status() == RankStatus("starting")
+    replaced.release()
+
+
 def test_a_rank_that_is_introduced_learns_of_the_others_and_they_of_it() -> None:
     sent: dict[int, list[Any]] = {number: [] for number in range(3)}
     ranks: Any = [
