@@ -101,7 +101,7 @@ class Membership:
         if self._setting_up and number in self._ready:
             self._setting_up = False
             self._release()
-        for those in (self.occupied, self._ready, self._at_work, self._current, self._linked):
+        for those in (self.occupied, self._ready, self._at_work, self._current):
             those.discard(number)
 
     def close(self) -> None:

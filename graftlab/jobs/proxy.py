@@ -52,7 +52,9 @@ class _ForwardedPair:
 
 
 class Proxy:
-    """Forwards until :meth:`close`. With ``on_first_frame`` it accepts connections; without, it ends with its last."""
+    """Forwards until :meth:`close`. With ``on_first_frame`` it accepts connections; without, it begins with its first
+    and ends with its last.
+    """
 
     def __init__(self, router: RouterSocket, on_first_frame: OnFirstFrame | None = None) -> None:
         self._router = router
@@ -63,7 +65,10 @@ class Proxy:
         self._refusals = RefusalLog()
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="graftlab-proxy", daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
+        # Without it, frames that arrive before the first connection is known here would be dropped.
+        if on_first_frame is not None:
+            self._start()
 
     def forward(self, far: TcpChannel, near: Ends, early: Sequence[bytes] = ()) -> None:
         """Forward between these from now on, first the bundles that have arrived ``early``."""
@@ -74,7 +79,13 @@ class Proxy:
             self._deliver(pair, bundle)
         with self._lock:
             self._pairs[far] = pair
+        self._start()
         self._wake_thread()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
         """Forward arrived frames, and end every connection; with ``when_done``, once this process closes its ends."""
@@ -82,6 +93,8 @@ class Proxy:
         if when_done and self._pairs:
             self._thread.join(timeout)
         self._closing = True
+        # It closes what it was given.
+        self._start()
         self._wake_thread()
         self._thread.join(timeout)
 
@@ -114,7 +127,6 @@ class Proxy:
         poller.register(self._router.fileno(), select.POLLIN)
         poller.register(self._wake, select.POLLIN)
         watched: set[int] = set()
-        had_pairs = False
         while not self._closing:
             with self._lock:
                 near = {pair.near.fileno() for pair in self._pairs.values()}
@@ -124,8 +136,7 @@ class Proxy:
                 with contextlib.suppress(KeyError, OSError):
                     poller.unregister(descriptor)
             watched = near
-            had_pairs |= bool(near)
-            if had_pairs and not near and self._on_first_frame is None:
+            if not near and self._on_first_frame is None:
                 break
             ready = {descriptor for descriptor, _ in poller.poll()}
             if self._wake in ready:

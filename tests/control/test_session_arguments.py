@@ -7,6 +7,7 @@ import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.refusals import exactly
@@ -16,6 +17,7 @@ from graftlab.errors import LaunchError, PlanError, SessionError
 from graftlab.judging.verdict_request import VerdictRequest
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.options import LaunchOptions
+from graftlab.recordings.recorded_side import RecordedSide
 from graftlab.session import Session
 
 METHODS = {
@@ -212,3 +214,25 @@ def test_old_folders_are_removed_only_where_a_new_one_is_made_among_them(monkeyp
         with pytest.raises(LaunchError):
             sessions.open_launched(1, 1, None, folder, False)
     assert pruned == [True]
+
+
+def test_a_launched_session_appends_if_asked_and_calls_its_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def note(*parts: Any, **more: Any) -> Any:
+        given.append((parts, more))
+        return session
+
+    session: Any = Session.__new__(Session)
+    internals = SimpleNamespace(default_callees={}, verdicts=["one", "two"])
+    monkeypatch.setattr(sessions, "internals_of", lambda session: internals)
+    monkeypatch.setattr(sessions, "make_run_folder", lambda folder: folder)
+    monkeypatch.setattr(sessions, "open_session", note)
+    recorded: Any = Mock(spec=RecordedSide, world_size=3)
+    plan = GraftPlan(b2t="True")
+    assert sessions.open_launched(recorded, 2, plan, "mine", True, keep_rows=7) is session
+    assert given == [((LaunchOptions(3, 2, keep_rows=7), plan, "mine", sessions.launch_ranks), {"append": True})]
+    assert internals.default_callees == {"baseline": recorded}
+    # The list is the caller's own.
+    session.verdicts.clear()
+    assert session.verdicts == ["one", "two"]

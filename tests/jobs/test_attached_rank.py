@@ -124,7 +124,7 @@ def test_a_run_begins_with_its_request_its_world_and_what_followed() -> None:
     assert rank._set_up_world.mock_calls == [call(WORLD_REQUEST)]
 
 
-def test_a_rank_that_cannot_begin_names_the_reason() -> None:
+def test_a_rank_that_cannot_begin_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = attached(_run=None)
     rank._client.remaining.return_value = 9.0
     rank._worlds.put(OSError("no memory"))
@@ -151,8 +151,12 @@ def test_a_rank_that_cannot_begin_names_the_reason() -> None:
     assert rank._connection.sent == [AskWaitReason()]
     rank._connection.other.close()
     rank._client.remaining.return_value = 9.0
+    poller = Mock()
+    monkeypatch.setattr("graftlab.jobs.attached_rank.select", Mock(poll=Mock(return_value=poller)))
     with pytest.raises(SessionError, match="the session ended before all ranks had joined"):
         rank._await_request()
+    # In milliseconds: it looks at its time limit twice a second.
+    poller.poll.assert_called_once_with(500)
     rank._setup.missing.return_value = []
     assert rank._what_is_missing() == "some of the other ranks had not joined"
 
@@ -195,6 +199,24 @@ def test_a_new_world_is_offered_only_while_it_is_wanted() -> None:
     rank._over.set()
     rank._on_world(world(2))
     assert rank._grafter.offer.call_args.args[0] is None
+
+
+def test_a_rank_sends_its_status_while_it_is_in_a_world_that_it_has_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, rank, linked = Mock(), attached(), world(2, Mock())
+    monkeypatch.setattr("graftlab.jobs.attached_rank.Heartbeat", beats)
+    rank._connection.send_status = Mock()
+    rank._enter(linked, RUN)
+    beats.return_value.start.assert_called_once_with()
+    _, send, generation, is_over = beats.call_args.args
+    rank._connection.generation = 3
+    assert (send, generation(), is_over()) == (rank._connection.send_status, 3, False)
+    rank._enter(world(3), RUN)
+    assert is_over()
+    # The session server reads that world's memory.
+    assert beats.call_count == 1
+    rank._enter(linked, RUN)
+    rank._over.set()
+    assert beats.call_args.args[3]()
 
 
 def test_only_messages_on_the_newest_world_reach_its_setup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +270,7 @@ def test_without_its_session_a_job_restores_the_users_plan_or_compares_nothing(w
     rank = attached(_fallback_plan=users, _setup=setup)
     rank._config = GraftConfig(role="target", without_session=without, run_dir="/runs/one")
     rank._grafter.keeps_step = True
+    rank._grafter.newest_plan = GraftPlan(t2b="True", compare="True", keep="True", version=4)
     rank._rejoin = Mock(side_effect=[False, SessionError("busy"), ConnectionRefusedError("gone"), True])
     rank._over = Mock(is_set=Mock(return_value=False), wait=Mock(return_value=False))
     rank._on_server_gone()
@@ -325,6 +348,12 @@ def test_a_job_waits_for_the_others_until_its_timeout() -> None:
     assert rank._await_ends()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(used[0])
+    # Where the others end in time, nothing is left that would write to the descriptor later.
+    rank._config = GraftConfig(role="target", timeout=60.0)
+    before = set(threading.enumerate())
+    rank._grafter.exchange.settle = Mock(return_value=True)
+    assert rank._await_ends()
+    assert not [each for each in set(threading.enumerate()) - before if isinstance(each, threading.Timer)]
 
 
 def test_leaving_closes_everything_once_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +406,7 @@ def test_a_job_on_another_machine_logs_into_its_own_folder(tmp_path: Path) -> No
     assert rank._own_log() == tmp_path / "run" / "logs" / "target-1.log"
     assert stat.S_IMODE((tmp_path / "run" / "logs").stat().st_mode) == 0o700
     assert rank._own_log().parent.is_dir()
-    # Or, without a folder of its own, beside its rendezvous.
+    # Or, without such a folder, beside its rendezvous.
     rank._config = GraftConfig(role="target", address=str(tmp_path / "rendezvous"))
     assert rank._own_log() == tmp_path / "rendezvous" / "logs" / "target-1.log"
     # Without an endpoint of its own, it is reached where the session is.
@@ -401,11 +430,12 @@ def test_a_rank_in_its_run_follows_the_session_server(monkeypatch: pytest.Monkey
     rank._join.answer = SimpleNamespace(keep_budget=1 << 20, log="/session/logs/target-1.log", session="a")
     gone = threading.Event()
     rank._on_server_gone, rank._set_up_world = gone.set, Mock()
+    rank._own_log = Mock(return_value=Path("/own/logs/target-1.log"))
     rank.begin()
     grafter.begin_run.assert_called_once_with(RUN, PLAN)
     assert (rank._world, rank._run, rank._fallback_plan, grafter.keeps_step) == (found, RUN, PLAN, True)
     assert grafter.on_failure == rank._fail
-    assert parts["log_to"].call_args.args == (Path("/session/logs/target-1.log"),)
+    assert parts["log_to"].call_args.args == (Path("/own/logs/target-1.log"),)
     here = parts["active"].activate.call_args.args[1]
     assert (here.side, here.rank, here.world_size) == ("target", 1, 2)
     parts["Finalize"].assert_called_once_with(rank, rank.leave, exitpriority=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kit.refusals import exactly
 
 import graftlab as gl
 from graftlab.base.world import MAX_RANKS
-from graftlab.config import GraftConfig
+from graftlab.config import GraftConfig, enabled
 from graftlab.exchange.keys import derive_keys, new_token, write_token
 from graftlab.plan.plan import GraftPlan
 from graftlab.ranks.own_place import own_rank
@@ -112,6 +113,8 @@ def test_at_least_one_filter_must_be_able_to_match() -> None:
         ("tcp://127.0.0.1:1", None, ("127.0.0.1", 1)),
         ("node-3.cluster:29500", None, ("node-3.cluster", 29500)),
         ("10.0.0.7", 29501, ("10.0.0.7", 29501)),
+        # The address's own port is nearer to it than the setting, and the last one is a port, too.
+        ("10.0.0.7:65535", 29501, ("10.0.0.7", 65535)),
         ("tcp://[fe80::1]:7", None, ("fe80::1", 7)),
         ("localhost", 29500, None),
         ("/tmp/x", None, None),
@@ -131,6 +134,61 @@ def test_an_address_is_parsed_as_network_endpoint_or_local_folder(
 def test_an_address_that_cannot_be_parsed_is_refused(address: str) -> None:
     with pytest.raises(gl.ConfigError, match=r"address \(GRAFTLAB_ADDRESS\) is .* or tcp://HOST:PORT"):
         GraftConfig(**COMPLETE, address=address).require_complete()
+
+
+def test_both_sides_meet_in_a_folder_that_the_settings_alone_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+
+    def meets(**settings: Any) -> Path:
+        return GraftConfig(role="target", **settings).rendezvous
+
+    assert meets(run_dir="~/runs/1") == Path("/home/me/runs/1")
+    assert meets(run_dir="runs/1") == tmp_path / "runs" / "1"
+    assert meets(run_dir="runs/1", address="~/meet") == Path("/home/me/meet")
+    assert meets(address="./meet") == tmp_path / "meet"
+    own = Path(f"/tmp/graftlab-{os.getuid()}")
+    assert meets(address="localhost", port=29500) == own / "graftlab-29500"
+    assert meets(address="10.0.0.7:29500", group_name="mine", port=1) == own / "mine-29500"
+
+
+def test_as_many_ranks_as_a_graft_world_has_may_join() -> None:
+    half = MAX_RANKS // 2
+    config = GraftConfig(**{**COMPLETE, "baseline_world_size": half, "target_world_size": MAX_RANKS - half})
+    assert config.require_complete() is config
+    with pytest.raises(gl.ConfigError, match=f"it takes at most {MAX_RANKS} ranks together with the baseline's"):
+        config.replace(baseline_world_size=half + 1).require_complete()
+
+
+@pytest.mark.parametrize(
+    ("environment", "joins"),
+    [
+        ({}, False),
+        ({"GRAFTLAB_ENABLE": " No "}, False),
+        ({"GRAFTLAB_ENABLE": "OFF"}, False),
+        ({"GRAFTLAB_ENABLE": "please"}, True),
+        ({"DUMPER_GRAFTER_ENABLE": "1"}, True),
+        ({"DUMPER_GRAFTER_ENABLE": "1", "GRAFTLAB_ENABLE": "0"}, False),
+        ({"DUMPER_GRAFTER_ENABLE": "0", "GRAFTLAB_ENABLE": "1"}, True),
+    ],
+)
+def test_every_value_but_a_plain_no_asks_a_job_to_join(
+    environment: dict[str, str], joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GRAFTLAB_ENABLE", "DUMPER_GRAFTER_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert enabled() == joins
+
+
+def test_a_variable_of_graftlab_that_is_no_setting_is_not_taken_for_one() -> None:
+    known = ("HOME", "COMPAT", "RECORD", "RECORD_FILTER", "REQUEST_IDS", "SKIP_JS")
+    assert GraftConfig.from_env({f"GRAFTLAB_{name}": "x" for name in known}) == GraftConfig()
+    with pytest.raises(gl.ConfigError, match="did you mean GRAFTLAB_REQUEST_IDS"):
+        GraftConfig.from_env({"GRAFTLAB_REQUEST_ID": "x"})
 
 
 def test_localhost_as_address_requires_a_port() -> None:
@@ -170,6 +228,14 @@ def test_a_token_file_must_be_readable_by_its_user_only(tmp_path: Path) -> None:
         GraftConfig(token_file=str(path)).join_token()
     with pytest.raises(gl.ConfigError, match=r"token_file \(GRAFTLAB_TOKEN_FILE\).*cannot be read"):
         GraftConfig(token_file=str(tmp_path / "none")).join_token()
+
+
+def test_a_token_is_nearer_than_its_file_which_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept, given = new_token(), new_token()
+    write_token(tmp_path / "token", kept)
+    assert GraftConfig(token_file="~/token").join_token() == kept
+    assert GraftConfig(token_file="~/token", token=given).join_token() == given
 
 
 def test_a_token_from_a_secret_may_end_with_a_newline() -> None:

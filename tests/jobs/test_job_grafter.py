@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from kit.implementations import WORLDS, MakeWorld
 from kit.mailboxes import DEADLINE, Mailbox, World, in_background, key
 
 from graftlab.base.tags import TagItems
-from graftlab.base.world import RunInfo
+from graftlab.base.world import Place, RunInfo
 from graftlab.exchange.status_page import StatusPage
 from graftlab.grafting.kept import KeptPairs
 from graftlab.jobs.job_grafter import JobGrafter, WorldOffer
@@ -137,3 +139,28 @@ def test_a_withdrawn_or_superseded_world_is_closed_and_never_entered(worlds: tup
     stays.grafter.step()
     assert stays.tap(-1.0) == 5.0
     assert stays.moves == []
+
+
+def test_a_move_ends_the_old_world_and_only_then_enters_the_new_one() -> None:
+    place, calls = Place("baseline", 0, 1, 1), Mock()
+    old, new = calls.old, calls.new
+    old.timeout, new.timeout = 3.5, 60.0
+    old.take_unmatched.return_value = []
+    job = Job(SimpleNamespace(place=place, exchange=old))  # type: ignore[arg-type]
+    job.grafter.begin_run(run(), PLAN)
+    page, tracing = _page(), MagicMock(is_left=True)
+    job.grafter._tracing = tracing
+    job.grafter.offer(WorldOffer(new, page, run(1), PLAN, calls.moved, calls.closed))
+    calls.reset_mock()
+    job.grafter.step()
+    ends = [each[0] for each in calls.mock_calls if each[0] in ("old.end_run", "old.take_unmatched", "old.close")]
+    assert ends[-3:] == ["old.end_run", "old.take_unmatched", "old.close"]
+    # The steps before have no tensors there, and the leader says which plan this one has.
+    moved = calls.mock_calls.index(call.moved(run(1, first_step=1)))
+    assert calls.mock_calls.index(call.old.close()) < moved
+    assert calls.mock_calls[moved + 1 :][:2] == [call.new.end_step(0), call.new.announce(1, b"")]
+    assert new.timeout == 3.5
+    assert job.grafter.exchange is new
+    assert page.read().step == 1
+    # What traces the lines of a step leaves out those of graftlab.
+    tracing.pause.return_value.__exit__.assert_called_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from kit.refusals import exactly
 from graftlab.base.world import Place, RunInfo
 from graftlab.errors import LaunchError, SessionError
 from graftlab.exchange.channel import SocketChannel
-from graftlab.exchange.status_page import RankStatus, WireStatus
+from graftlab.exchange.status_page import RankStatus, StatusPage, WireStatus
 from graftlab.jobs.agreed_plan import AgreedPlan
 from graftlab.jobs.attached_rank_handle import AttachedRankHandle
 from graftlab.jobs.handshake import JoinRequest, RejoinState, RequestRefused, send_handshake
@@ -30,6 +31,7 @@ from graftlab.ranks.descriptors import SharedDescriptors
 from graftlab.ranks.devices import DeviceAssignment
 from graftlab.ranks.messages import (
     Contact,
+    Contacts,
     LinkReport,
     PlanUpdate,
     RunRequest,
@@ -162,6 +164,8 @@ def test_running_ranks_switch_first_and_new_ones_begin_at_the_latest_step(jobs: 
     [assemble] = jobs.heard(1)
     assert assemble.info.generations == (2, 1)
     jobs.heard(0), jobs.heard(2)
+    lost = "at least 3 rows are lost"
+    jobs.ranks[0].assignment = DeviceAssignment("cpu", "none", (lost,))
     jobs.link(2, 0, 1, 2)
     assert [kinds(jobs.heard(number)) for number in range(3)] == [[], [WorldStart], [WorldStart]]
     # The ranks of one side need not come to the same step.
@@ -173,16 +177,17 @@ def test_running_ranks_switch_first_and_new_ones_begin_at_the_latest_step(jobs: 
     assert [rank.generation for rank in jobs.ranks] == [2, 1, 1]
     [remark] = jobs.runs.remarks
     assert "the baseline was started again (generation 2), and its first step is step 152 here" in remark
-    assert jobs.ranks[0].assignment.notes == ("joined again as generation 2, and began at step 152",)
+    assert jobs.ranks[0].assignment.notes == (lost, "joined again as generation 2, and began at step 152")
 
 
 def test_a_session_server_that_took_over_jobs_counts_their_generations_on(jobs: Jobs) -> None:
-    info = RunInfo(4, 100, (0, 1, 2), (3, 1), 100)
+    info = RunInfo(4, 100, (0, 1, 2), (3, 1), 40)
     jobs.come(0, 1, 2, run=info)
     jobs.membership.leave(jobs.ranks[0])
     jobs.come(0)
     [request] = jobs.heard(1)
-    assert request.info.generations == (4, 1)
+    # The steps of jobs are counted on from where the first session counted.
+    assert (request.info.generations, request.info.base) == ((4, 1), 40)
     assert info.generations == (3, 1)
 
 
@@ -228,12 +233,65 @@ def test_a_world_abandoned_by_a_death_does_not_count_as_a_generation(jobs: Jobs)
 def test_a_share_is_sent_once_and_only_for_the_newest_world(jobs: Jobs) -> None:
     jobs.come(0, 1, 2)
     jobs.link(1, 0)
-    for world in (0, 1, 2):
+    for rank, world in ((0, 1), (1, 0), (1, 2)):
         with pytest.raises(
             SessionError,
             match=exactly("this world has started without this process, or was abandoned because a rank is gone"),
         ):
-            jobs.membership.share_of(jobs.ranks[0], world)
+            jobs.membership.share_of(jobs.ranks[rank], world)
+
+
+def test_the_status_of_a_rank_is_read_in_the_world_that_it_has_entered(jobs: Jobs) -> None:
+    jobs.come(0, 1, 2)
+    size, segments = jobs.membership.share_of(jobs.ranks[1], 1)
+    with mmap.mmap(segments[1], size) as segment:
+        StatusPage(segment).write("running", step=5, plan_version=1, taps=2, tap="x")
+        assert jobs.ranks[1].status().state == "idle"
+        jobs.link(1, 0, 1, 2)
+        assert jobs.ranks[1].status().step == 5
+
+
+def test_a_move_to_a_world_before_is_none_to_the_next(jobs: Jobs) -> None:
+    jobs.begin()
+    for world in (2, 3):
+        jobs.membership.leave(jobs.ranks[0])
+        jobs.come(0)
+        for number in range(3):
+            jobs.heard(number)
+        jobs.link(world, 0, 1, 2)
+        jobs.move(2, world, 150)
+        assert jobs.heard(0) == []
+        if world == 2:
+            jobs.move(1, 2, 150)
+            assert begun(jobs.heard(0)).first_step == 150
+
+
+def test_ranks_that_link_themselves_are_introduced_anew_in_each_world(tmp_path: Path) -> None:
+    ranks = [AttachedRankHandle(place, tmp_path) for place in Place("baseline", 0, 1, 1).everyone()]
+    runs: Any = Runs()
+    membership = Membership(ranks, runs, makes_links=False)
+    ends = []
+    for number, rank in enumerate(ranks):
+        rank.assign_process(number, DeviceAssignment("cpu", "none"))
+        line, wake = rank.take_ends()
+        wake.close()
+        ends.append(SocketChannel(line))
+        membership.enter(rank, None, None)
+        membership.note_ready(rank)
+    heard = []
+    for port in (1, 2):
+        for number, rank in enumerate(ranks):
+            membership.note_contact(rank, Contact(number, "", b"nonce", b"name", "", port))
+        messages = [unpack_to_rank(frame) for frame in ends[0].receive()]
+        heard.append([[each.port for each in found.contacts] for found in messages if isinstance(found, Contacts)])
+        # The target's process is replaced, and all connect again.
+        membership.leave(ranks[1])
+        membership.enter(ranks[1], None, None)
+        membership.note_ready(ranks[1])
+    assert heard == [[[], [1]], [[], [2]]]
+    for rank, end in zip(ranks, ends, strict=True):
+        end.close()
+        rank.release()
 
 
 def test_missing_ranks_are_named_to_those_that_wait(jobs: Jobs) -> None:
@@ -377,6 +435,30 @@ def test_a_rank_of_a_job_is_starting_until_a_process_has_its_place(tmp_path: Pat
     rank.renew()
     assert (rank.status(), rank.links, rank.pid) == (RankStatus("starting"), "", None)
     rank.close_rank_ends()
+
+
+def test_a_new_process_has_neither_the_end_nor_the_status_of_the_one_before(tmp_path: Path) -> None:
+    device = DeviceAssignment("cpu", "none")
+    gone, released, replaced = (AttachedRankHandle(Place("target", 0, 1, 1), tmp_path) for _ in range(3))
+    for handle in (gone, released, replaced):
+        handle.assign_process(7, device)
+    gone.alive = False
+    gone.release()
+    assert gone.how_it_ended() == "left, or its process ended"
+    released.release()
+    assert released.how_it_ended() == "was released, and continues without this session"
+    released.assign_process(8, device)
+    assert released.how_it_ended() == "left, or its process ended"
+    segment = os.memfd_create("of-a-world")
+    os.truncate(segment, mmap.PAGESIZE)
+    with mmap.mmap(segment, mmap.PAGESIZE) as page:
+        StatusPage(page).write("running", step=5, plan_version=1, taps=2)
+    replaced.prepare_segment(segment)
+    replaced.enter_world()
+    assert replaced.status().step == 5
+    replaced.renew()
+    assert replaced.status() == RankStatus("starting")
+    replaced.release()
 
 
 def test_a_rank_that_is_introduced_learns_of_the_others_and_they_of_it() -> None:

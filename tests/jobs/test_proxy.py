@@ -444,12 +444,23 @@ def test_first_frames_are_answered_and_not_forwarded(place: MakePlace, caplog: p
     assert "2 more processes were refused; the last: a process on another machine was refused: no desc" in caplog.text
 
 
+def test_what_arrives_before_a_jobs_proxy_knows_its_connection_is_not_lost(place: MakePlace) -> None:
+    job, line = place(0), Line()
+    job.lines.append(line)
+    # As the plan in force does, which a session sends a job that returns.
+    job.router.bring(line.far, bundled(b"mplan"))
+    assert not job.proxy._thread.is_alive()
+    job.proxy.forward(line.far, line.ends, [bundled(b"manswer")])
+    line.has(b"manswer", b"mplan")
+    # One that never had a connection closes its port, too.
+    other = place(0)
+    other.proxy.close()
+    assert other.router.closed
+
+
 def test_a_jobs_proxy_ends_with_its_last_connection(place: MakePlace) -> None:
     before = descriptors()
     job = place(0)
-    # It has looked once, and waits for its first connection.
-    job.router.bring()
-    wait_until(lambda: job.router.reads, "a read")
     job.lines += [Line(), Line()]
     for line in job.lines:
         job.proxy.forward(line.far, line.ends)

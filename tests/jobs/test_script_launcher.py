@@ -9,7 +9,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.deadline import DEADLINE
@@ -132,11 +134,13 @@ def test_the_log_is_not_left_open_in_this_process(tmp_path: Path) -> None:
 
 
 def test_a_script_gets_its_side_and_no_variable_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAFTLAB_ROLE", "baseline")
+    of_jobs = ("GRAFTLAB_ENABLE", "GRAFTLAB_RECORD", "GRAFTLAB_ROLE", "DUMPER_GRAFTER_ENABLE")
+    for name in of_jobs:
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/mine")
     found = _environment("target", tmp_path, ScriptSettings(), {"GRAFTLAB_ENABLE": "1", "RATE": "3"})
     assert (found[held_script.SIDE], found[held_script.FOLDER], found["RATE"]) == ("target", str(tmp_path), "3")
-    assert not {"GRAFTLAB_ROLE", "GRAFTLAB_ENABLE", held_script.MODEL, "GRAFTLAB_COMPARE_INJECT"} & {*found}
+    assert not {*of_jobs, held_script.MODEL, "GRAFTLAB_COMPARE_INJECT"} & {*found}
     assert found["PYTHONPATH"] == f"{script_launcher._BOOTSTRAP}:/mine"
     assert found["PYTHONUNBUFFERED"] == "1"
     given = _environment("target", tmp_path, ScriptSettings(model="Net", inject=True), {"PYTHONPATH": ""})
@@ -149,6 +153,9 @@ def test_a_script_gets_its_side_and_no_variable_of_a_job(tmp_path: Path, monkeyp
 
 def test_a_side_that_ends_without_a_call_ends_the_other_too(tmp_path: Path) -> None:
     kept: list[ScriptProcess] = []
+    # A rank of an earlier comparison in this folder.
+    claim = tmp_path / "target-0-is-a-process"
+    claim.touch()
     before = descriptors()
     with pytest.raises(gl.LaunchError) as raised:
         start(tmp_path, "exec sleep 1000", "echo no weights; exit 3", lambda processes, _: kept.extend(processes))
@@ -159,6 +166,7 @@ def test_a_side_that_ends_without_a_call_ends_the_other_too(tmp_path: Path) -> N
     # What a model is explains a script that has succeeded, and no error of a script.
     assert "A model is" not in str(raised.value)
     assert kept[0].how_it_ended() == "was killed by SIGKILL"
+    assert not claim.exists()
     # Nothing of it is left open.
     assert descriptors() <= before
     with Rendezvous(tmp_path) as place, place.locked():
@@ -198,10 +206,13 @@ def test_sides_that_call_no_model_in_time_are_named_with_their_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script_launcher, "_LOOK", 0.0)
+    times = iter((1000.0, 1004.0, 1006.0))
+    monkeypatch.setattr(script_launcher, "time", SimpleNamespace(monotonic=lambda: next(times)))
     with pytest.raises(gl.LaunchError) as raised:
-        start(tmp_path, "exec sleep 1000", "exec sleep 1000", timeout=0.0)
+        start(tmp_path, "exec sleep 1000", "exec sleep 1000", timeout=5.0)
     text = str(raised.value)
-    assert text.startswith("baseline[0], target[0] had not called a model within 0 s; --timeout waits longer. ")
+    assert text.startswith("baseline[0], target[0] had not called a model within 5 s; --timeout waits longer. ")
+    assert not [*times]
     assert "The output of the baseline `sh -c" in text
     assert "The output of the target `sh -c" in text
 
@@ -238,7 +249,7 @@ def asked(admission: _Admission, request: Any) -> Any:
 def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path: Path) -> None:
     process = started(tmp_path, "exec sleep 1000")
     options = LaunchOptions(1, 2, tap_timeout=7.0, buffer_budget=1 << 20, keep_budget=1 << 19)
-    choice = WatchChoice(include="name == 'x'")
+    choice = WatchChoice("name == 'x'", ("matmul",), "name == 'y'")
     admission = _Admission([process], options, GraftPlan(), choice, tmp_path)
     admission._shared.make()
     pid = os.getpid()
@@ -250,14 +261,30 @@ def test_a_rank_is_admitted_once_and_with_the_expected_number_of_ranks(tmp_path:
     accepted = asked(admission, HoldRequest("target", 1, 2, pid, "cpu", "gloo"))
     assert isinstance(accepted, HoldAccepted)
     assert (accepted.other_world_size, accepted.tap_timeout) == (1, 7.0)
-    assert (accepted.buffer_budget, accepted.keep_budget, accepted.include) == (1 << 20, 1 << 19, "name == 'x'")
+    assert (accepted.buffer_budget, accepted.keep_budget) == (1 << 20, 1 << 19)
+    assert WatchChoice(accepted.include, accepted.functions, accepted.inside) == choice
     again = asked(admission, HoldRequest("target", 1, 2, pid + 1, "cpu", "gloo"))
     assert isinstance(again, RequestRefused)
     assert again.error == f"target[1] has joined already, as pid {pid}"
     (joined,) = admission._joined.values()
     assert (joined.label, joined.pid, joined.process) == ("target[1]", pid, process)
+    assert not joined.join(0.0)
+    # Its process may take a moment to end.
+    joined.process = Mock(has_ended=False)
+    assert joined.how_it_ended() == "closed its connection"
+    joined.process.wait.assert_called_once_with(1.0)
+    joined.process = process
+    # A script that continues by itself keeps no session waiting.
+    process.keeps_going = True
+    assert joined.join(0.0)
+    process.keeps_going = False
+    process.kill()
+    assert joined.how_it_ended() == "was killed by SIGKILL"
+    # What was wrong with its request, and not only that it has ended.
+    with pytest.raises(gl.LaunchError) as raised:
+        admission._refuse_ended()
+    assert str(raised.value) == f"{again.error} (`sh -c 'exec sleep 1000'`, whose output is in {process.log})"
     joined.release()
-    assert process.has_ended
     admission._shared.release()
 
 

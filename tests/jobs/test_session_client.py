@@ -14,13 +14,15 @@ from unittest.mock import MagicMock
 import pytest
 from kit.refusals import exactly
 
-from graftlab.base.world import Place
+from graftlab.base.world import Place, RunInfo
 from graftlab.config import GraftConfig
 from graftlab.errors import ConfigError, SessionError
 from graftlab.exchange.keys import new_token
 from graftlab.jobs import session_client
-from graftlab.jobs.handshake import RequestRefused, WorldShare, WorldShareRequest
+from graftlab.jobs.handshake import RejoinState, RequestRefused, WorldShare, WorldShareRequest
 from graftlab.jobs.session_client import SessionClient, _RankTakenError
+from graftlab.plan.plan import GraftPlan
+from graftlab.plan.wire import to_wire
 
 HERE = "tcp://localhost:29500"
 
@@ -95,6 +97,42 @@ def test_a_job_joins_again_where_it_joined_before(
     state: Any = None
     found: Any = made.rejoin(state, None)
     assert found == ("far" if was_far else "here")
+
+
+def test_a_job_brings_its_plan_once_and_then_the_state_of_its_run(tmp_path: Path) -> None:
+    made = client(tmp_path, first_step=5, b2t_filter="layer == 3")
+    asked = made._request(None)
+    assert (asked.side, asked.rank, asked.world_size, asked.other_world_size) == ("target", 0, 1, 1)
+    assert (asked.pid, asked.device, asked.rejoin, asked.first_step) == (os.getpid(), "cpu", None, 5)
+    assert asked.plan == to_wire(GraftPlan(b2t="layer == 3", compare="True"))
+    state = RejoinState(RunInfo(3, 7, (0, 1)), to_wire(GraftPlan()), lost_rows=0)
+    again = made._request(state)
+    assert (again.plan, again.rejoin) == (None, state)
+
+
+def test_a_server_that_ends_before_it_answers_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(connection: object, request: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(session_client, "send_handshake", fails)
+    assert client(tmp_path)._ask(MagicMock(), None) is None
+
+
+@pytest.mark.parametrize("rejoins", [False, True])
+def test_a_far_session_that_refuses_is_left_and_given_its_time(
+    rejoins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = MagicMock()
+    far.ask.return_value = RequestRefused("full", settings=False), []
+    monkeypatch.setattr(session_client, "TcpSessionClient", lambda endpoint, token: far)
+    made = client(tmp_path, address=HERE, token=new_token(), timeout=0.5)
+    state: Any = RejoinState(RunInfo(3, 7, (0, 1)), to_wire(GraftPlan()), lost_rows=0) if rejoins else None
+    with pytest.raises(SessionError, match=exactly("full")):
+        made._ask_over_network(made._config.endpoint, state)  # type: ignore[arg-type]
+    far.close.assert_called_once_with()
+    # The timeout of a job is for its first session alone.
+    limit = far.ask.call_args.args[1]
+    assert limit == 15.0 if rejoins else 0.0 < limit <= 0.5
 
 
 def test_a_share_of_a_world_is_awaited_for_the_jobs_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

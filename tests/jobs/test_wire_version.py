@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,6 +84,30 @@ def test_a_process_that_is_gone_sends_no_message(error: type[Exception], monkeyp
     monkeypatch.setattr(handshake, "receive_exactly", receive)
     with socket.socket() as connection:
         assert handshake.receive_handshake(connection) is None
+
+
+def test_a_release_that_is_no_text_is_named_all_the_same() -> None:
+    data = of_other_version(b"gl\0h" + struct.pack("<HB", WIRE_VERSION, 2) + b"1\xff")
+    with pytest.raises(gl.SessionError, match="the other process has graftlab '1\ufffd', of wire version"):
+        unpack_handshake(data)
+
+
+def test_a_message_is_read_to_its_end_and_not_a_byte_further() -> None:
+    arriving = [b"abc", b"de", b"f"]
+    asked: list[int] = []
+    connection: Any = SimpleNamespace(recv=lambda length: asked.append(length) or arriving.pop(0))
+    # Descriptors arrive with the byte that follows.
+    assert handshake.receive_exactly(connection, 6) == b"abcdef"
+    assert asked == [6, 3, 1]
+
+
+def test_a_message_that_claims_to_be_huge_is_refused_before_it_is_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("<I", (256 << 20) + 1))
+        theirs.close()
+        with pytest.raises(MessageError, match="it claims 268,435,457 bytes; the limit is 268,435,456"):
+            receive_handshake(ours)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from IPython.core.completer import CompletionContext
 from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
 from kit.refusals import exactly
 from matplotlib import pyplot
 
@@ -642,7 +643,8 @@ def test_the_debugger_takes_one_command_or_prompts_where_a_person_can_answer(
     monkeypatch.setattr(notebook.magics, "_has_stdin", lambda: has_stdin)
     prompts: list[str] = []
     monkeypatch.setattr(magics, "prompt", lambda rank, *_: prompts.append(rank))
-    notebook.session.runs.append(SimpleNamespace(failures={"target[0]": "ValueError", "target[1]": "ValueError"}))
+    failures: tuple[dict[str, str], ...] = ({"baseline[0]": "KeyError"}, dict.fromkeys(("target[0]", "target[1]"), "x"))
+    notebook.session.runs += [SimpleNamespace(failures=each) for each in failures]
     notebook.run("debug baseline[0] p x")
     assert notebook.calls == [("post_mortem", ("baseline[0]", "p x"), {})]
     assert capsys.readouterr().out == "post_mortem\n"
@@ -651,3 +653,34 @@ def test_the_debugger_takes_one_command_or_prompts_where_a_person_can_answer(
     assert prompts == (["target[0]"] if has_stdin else [])
     assert shown.startswith("" if has_stdin else "post_mortem\n`%graft debug target[0] p EXPR` shows a value")
     assert bool(shown) is not has_stdin
+
+
+def test_after_a_reload_the_same_shell_has_its_session_and_completes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shell() -> Any:
+        made = InteractiveShell.__new__(InteractiveShell)
+        object.__setattr__(made, "_trait_values", {})
+        vars(made).update(Completer=SimpleNamespace(custom_matchers=[len]), register_magics=registered.append)
+        return made
+
+    registered: list[Any] = []
+    warm, formats, known = Mock(), Mock(), list[GraftMagics]()
+    for name, part in (("warm_up", warm), ("select_figure_formats", formats), ("magics_of_completion", known)):
+        monkeypatch.setattr(magics, name, part)
+    mine, other = shell(), shell()
+    magics.load(mine)
+    # The first launch finds a process that has imported torch.
+    warm.assert_called_once_with()
+    formats.assert_called_once_with(mine, {"png"})
+    sessions: list[Any] = [SimpleNamespace(closed=False) for _ in range(3)]
+    known[0].session = sessions[0]
+    magics.load(other)
+    assert known[1].session is None
+    known[1].session = sessions[1]
+    magics.load(mine)
+    assert known[2].session is sessions[0]
+    known[2].session = sessions[2]
+    magics.load(mine)
+    # That of the newest magics, which may have opened another since.
+    assert known[3].session is sessions[2]
+    assert registered == known
+    assert mine.Completer.custom_matchers == [len, complete_graft]

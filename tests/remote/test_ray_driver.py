@@ -15,8 +15,10 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from kit.processes import descriptors
 from kit.refusals import exactly
 
 import graftlab as gl
@@ -291,6 +293,24 @@ def test_a_rank_is_started_signalled_and_read_through_its_own_actor(
     # The spec has the session's token, and arguments are shown by Ray's tools; an object is not.
     assert cluster.actors[2].calls == [("facts",), ("run", ("stored", b"spec")), ("signal", 9), ("log_tail",)]
     assert cluster.actors[1].calls == [("facts",)]
+
+
+def test_a_driver_that_is_gone_is_asked_without_harm_and_leaves_nothing_open(
+    reserve: Callable[..., RayHosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = reserve().process(BASELINE)
+    driver = process._driver
+    # The driver alone writes into its log.
+    assert not [link for _, link in descriptors() if link == str(driver._log)]
+    ends = Mock(send=Mock(side_effect=BrokenPipeError)), Mock()
+    with monkeypatch.context() as gone:
+        gone.setattr(driver, "_connection", ends[0])
+        gone.setattr(driver, "_socket", ends[1])
+        process.signal(2)
+        # Open in a forked child, either would keep the session's cluster reserved.
+        process.release_in_child()
+    for end in ends:
+        end.close.assert_called_once_with()
 
 
 def test_a_machine_that_does_not_answer_in_time_has_no_log(cluster: Cluster, reserve: Callable[..., RayHosts]) -> None:

@@ -197,8 +197,17 @@ def test_a_message_gives_way_to_its_later_text_and_to_an_error_before(panel: Exa
             screen.browser.kernel_works()
         later.append("has arrived")
         panel.refresh()
-        assert screen.message.endswith("ZeroDivisionError: in the action" if fails else "has arrived")
+        shown = "ZeroDivisionError: in the action" if fails else "has arrived"
+        assert screen.message.endswith(shown)
         assert panel.status == ("bad" if fails else "good")
+        # Once, and not in place of what is said after it.
+        later.append(" once more")
+        panel.refresh()
+        assert screen.message.endswith(shown)
+    panel.say("arrives", "good", lambda: "has arrived")
+    panel.say("is of something else")
+    panel.refresh()
+    assert screen.message == "is of something else"
 
 
 def test_what_a_plan_keeps_is_said_with_the_step_once_its_rows_arrive(
@@ -216,7 +225,7 @@ def test_what_a_plan_keeps_is_said_with_the_step_once_its_rows_arrive(
     assert screen.message == "Plan 7 keeps this tap since step 3."
     # It may have arrived before.
     panel.say("")
-    panel.say_kept("this tap", plan, lambda: rows)
+    panel.say_kept("this tap", plan, lambda: [row("x", plan_version=7)])
     assert screen.message == "Plan 7 keeps this tap since step 3."
 
 
@@ -235,6 +244,10 @@ def test_a_closed_session_hides_other_messages(panel: Example, session: FakeSess
     session.closed = True
     panel.refresh()
     assert screen.message == "all over"
+    # A panel that changes nothing in the session has no such message.
+    panel.closed_message = ""
+    panel.refresh()
+    assert screen.message == "all is well"
 
 
 def test_a_message_that_is_repeated_is_sent_once(panel: Example, screen: Screen) -> None:
@@ -253,6 +266,8 @@ def test_a_part_shows_messages_in_its_parent(panel: Example, screen: Screen) -> 
     screen.click("go")
     screen.browser.kernel_works()
     assert (screen.message, panel.status) == ("the part was pressed", "good")
+    # No thread changes the one while another shows the other.
+    assert panel.part._lock is panel._lock
 
 
 def test_background_errors_are_shown_and_parts_use_the_parents_thread(
@@ -321,6 +336,24 @@ def test_it_is_refreshed_until_it_is_closed(simulated: Browser) -> None:
     assert panel.part not in refresher_of(session)  # type: ignore[arg-type]
     panel.close()
     assert not refresher_of(session).running  # type: ignore[arg-type]
+
+
+def test_what_a_notebook_saves_first_is_of_the_moment_of_its_display(
+    panel: Example, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refresher_of(session).remove(panel)  # type: ignore[arg-type]
+    saved: list[str] = []
+    monkeypatch.setattr(panel._snapshot, "display", lambda bundle, markup, instead: saved.append(markup))
+    monkeypatch.setattr(panel, "static_html", lambda with_figures=False: f"after {panel.followed}")
+    followed, panel._snapshot_state = panel.followed, "as it was displayed before"
+    panel._ipython_display_()
+    assert saved == [f"after {followed + 1}"]
+    # The next tick renews it, with its figures.
+    assert panel._snapshot_state is None
+    panel.close()
+    followed = panel.followed
+    panel._ipython_display_()
+    assert saved[1:] == [f"after {followed}"]
 
 
 def test_it_is_not_refreshed_while_no_page_shows_it(panel: Example, session: FakeSession, screen: Screen) -> None:

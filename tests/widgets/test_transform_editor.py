@@ -248,6 +248,59 @@ def test_a_try_that_ends_after_the_editor_was_closed_publishes_nothing(closed: b
     assert bool(editor._trial.value) is not closed
 
 
+def test_a_draft_is_tried_on_the_chosen_pair_if_that_is_kept_and_concerns_it() -> None:
+    tried: list[dict[str, Any]] = []
+    draft, spec = Draft("text", "x = 1"), TransformSpec("source", "x = 1")
+    session = SimpleNamespace(try_transform=lambda spec, **given: tried.append(given) or Trial())
+    session.plan = GraftPlan(b2t="name == 'x'")
+    editor: Any = SimpleNamespace(session=session, limit=5.0, _lock=threading.RLock(), _closed=False)
+    editor._box, editor.editor = SimpleNamespace(draft=draft), Mock()
+    editor._trial = SimpleNamespace(value="")
+    x, y = (TapOption(name, (), "target", 0) for name in "xy")
+    for tap, published in ((None, False), (x, False), (y, False), (x, True), (y, True), (TapOption("x", ()), False)):
+        assert TransformEditor._try_succeeds(editor, DraftTask(draft, tap, published=published), spec)
+    # One that is not kept, or that the draft would leave alone, says nothing about it.
+    on = [{}, x.selection, y.selection, x.selection, {}, {}]
+    assert tried == [{"limit": 5.0, **selection} for selection in on]
+    assert editor.editor.clear_error.call_count == 6
+
+
+def test_a_name_means_what_had_it_when_it_was_published() -> None:
+    def f(graft_input: Any) -> Any: ...
+
+    now = TransformSpec.draft(f)
+    two = (TransformSpec("source", "x = 1", where="layer == 1"), TransformSpec("path", "a.b", where="layer == 2"))
+    versions = [Version(1, TransformSpec("source", "a.b")), Version(3, now), Version(4, two)]
+    assert [version.draft.text for version in versions] == ["a.b", f"{now.label} (plan 3)", "2 transforms (plan 4)"]
+    assert spec_of(versions[1].draft, {}, versions) == now
+    assert spec_of(versions[2].draft, {}, versions) == two
+    # A text is no name.
+    assert spec_of(Draft("name", "a.b"), {}, versions) == TransformSpec.draft("a.b")
+    with pytest.raises(gl.TransformError) as refused:
+        spec_of(Draft("name", "2 transforms (plan 4)", "layer == 3"), {}, versions)
+    assert str(refused.value) == "'2 transforms (plan 4)' have their own filters; leave this filter blank"
+
+
+def test_a_function_looks_like_a_transform_by_its_first_argument_alone() -> None:
+    def variable(graft_input: Any, *more: Any, **others: Any) -> Any: ...
+
+    def needs_two(graft_input: Any, other: Any) -> Any: ...
+
+    def has_default(graft_input: Any, scale: float = 2.0) -> Any: ...
+
+    found = {each.__name__: each for each in (variable, needs_two, has_default)}
+    for name in ("variable", "needs_two", "has_default"):
+        del found[name].__annotations__["graft_input"]
+    written = {"quoted": "'gl.GraftTransformInput'", "plain": "GraftTransformInput", "of_another": "gl.Here"}
+    for name, annotation in written.items():
+
+        def made(x: Any) -> Any: ...
+
+        made.__annotations__["x"] = annotation
+        found[name] = made
+    assert likely_transforms(found) == ["has_default", "plain", "quoted", "variable"]
+
+
 @pytest.mark.parametrize(
     ("draft", "shown"),
     [
