@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import socket
 import tempfile
 import time
@@ -233,6 +235,45 @@ def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketCha
     assert not one.drain(0)
     assert receive(other, len(frames)) == frames
     assert one.drain(DEADLINE)
+
+
+@pytest.mark.parametrize("size", [3, 1 << 17])
+def test_a_frame_waits_behind_earlier_ones_even_if_there_is_room(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, other = socket.socketpair()
+    one = SocketChannel(end)
+    # Nothing is sent in the background.
+    monkeypatch.setattr("graftlab.exchange.channel.threading.Thread", Mock())
+    while not one.backed_up:
+        one.send(bytes(1 << 12))
+    other.setblocking(False)
+
+    def read() -> int:
+        found = 0
+        with contextlib.suppress(BlockingIOError):
+            while data := other.recv(1 << 20):
+                found += len(data)
+        return found
+
+    assert read()
+    one.send(bytes(size))
+    assert read() == 0
+    one.close()
+    other.close()
+
+
+def test_a_child_may_use_a_channel_that_a_thread_of_its_parent_was_using() -> None:
+    end, other = socket.socketpair()
+    one = SocketChannel(end)
+    with one._sending:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            one.send(b"dropped")
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    one.close()
+    assert other.recv(1) == b""
+    other.close()
 
 
 @pytest.mark.slow
@@ -700,7 +741,10 @@ def test_a_waiting_thread_wakes_for_each_of_its_descriptors() -> None:
 def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
     reader, writer = os.pipe()
     threads = WaiterThreads([reader])
-    assert not threads.wait(0)
+    before = time.monotonic()
+    assert not threads.wait(0.01)
+    # It has waited for seconds, and no thousandths of them.
+    assert time.monotonic() - before >= 0.009
     threads.wake()
     # Otherwise its next wait would be over at once.
     assert not threads.wait(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,9 @@ def test_sketches_alone_find_most_pairs(llama: Port) -> None:
     proposal = match_taps(recorders[0].taps, recorders[1].taps)
     check_expected("llama", proposal, at_least=0.9)
     assert all("only extreme values compared" in pair.note for pair in proposal.graftable)
+    twice = [RecordedTap.of(name, values(8, 8, seed=1), order=order, keep=False) for order, name in enumerate("xy")]
+    notes = {pair.note for pair in match_taps(twice[:1], twice).pairs}
+    assert notes == {"only extreme values compared", "has the same values as x; only extreme values compared"}
 
 
 def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
@@ -170,6 +174,23 @@ def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
     check_expected("gpt2", proposal)
     assert "nothing like it" not in asked
     assert not any(pair.note for pair in proposal.graftable if "extreme" in pair.note)
+
+
+def test_what_is_computed_from_taps_of_one_size_is_dropped_before_the_next_size() -> None:
+    taken = [tap(name, values(16, 16, seed=n), n) for n, name in enumerate("ab")]
+    others = [tap(name, values(16, 16, seed=n) + 1e-5, n) for n, name in enumerate("xy")]
+    found = matcher.Matcher(taken, others, None, None)
+    found.match_equals()
+    assert len(found.pairs) == 2
+    assert [each.in_memory for each in (*taken, *others)] == [4 * 16 * 16] * 4
+
+
+def test_only_weights_are_fetched_to_be_compared_by_rule() -> None:
+    asked: list[str] = []
+    value = RecordedTap.of("a", torch.ones(2), keep=False)
+    weight = RecordedTap.of("w", torch.ones(2), keep=False, digest=Digest.of(torch.ones(2)))
+    matcher.Matcher([value, weight], [], asked.append, None).bring_weights(value, weight)  # type: ignore[arg-type]
+    assert asked == ["w"]
 
 
 def test_values_are_fetched_from_the_side_of_the_tap() -> None:
@@ -364,6 +385,15 @@ def test_a_pair_by_rule_keeps_its_partner_from_a_module_that_passes_the_graft_on
     assert paired["layers.0.mlp"] == "h.0.mlp"
 
 
+def test_a_partner_that_grafts_have_proved_is_kept_whatever_an_earlier_run_proposed() -> None:
+    graft, wrong = values(6, 8, seed=5), values(6, 8, seed=6)
+    target = [tap("layers.0.ffn", wrong, 0), tap("layers.0.mlp", graft, 1)]
+    before = Proposal((Pair("h.0.mlp", "layers.0.mlp", sureness="rule"),))
+    trusted = [Pair("h.0.mlp", "layers.0.ffn", sureness="rule")]
+    proposal = match_taps([tap("h.0.mlp", graft, 0)], target, before=before, trusted=trusted, guesses=False)
+    assert [pair.note for pair in proposal.of_target("layers.0.mlp")] == ["has the same values as layers.0.ffn"]
+
+
 def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list[RecordedTap], list[RecordedTap]]:
     baseline = [tap(f"h.{n + shift}.mlp", values(6, 8, seed=n), n) for n in range(count)]
     target = [tap(f"layers.{n}.ffn", values(6, 8, seed=n + 100 * (n in wrong)), n) for n in range(count)]
@@ -491,6 +521,8 @@ def test_the_next_module_in_a_sequence_may_have_equal_values_in_another_layout()
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
+    # One that is given twice is one layer.
+    assert rules_of([*[Pair("h.0.mlp", "l.0.ffn")] * 2, Pair("h.5.mlp", "l.1.ffn")]) == []
 
 
 def test_a_rule_accepts_names_with_a_number_sign() -> None:
@@ -657,6 +689,19 @@ def test_wholes_are_sought_anew_once_a_tap_has_a_partner() -> None:
         found.add(Pair("small", "t"))
 
 
+def test_a_part_that_several_layers_lack_is_sought_only_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: Counter[str] = Counter()
+
+    def note(outer: RecordedTap, inner: RecordedTap, *rest: object) -> None:
+        tried[inner.name] += 1
+
+    monkeypatch.setattr(matcher, "find", note)
+    baseline = [tap(f"b.{n}.y", values(40, seed=n), n) for n in range(60)]
+    match_taps(baseline, [tap(f"l.{n}.x", values(20, seed=99 + n), n) for n in range(5)], guesses=False)
+    assert [tried[f"l.{n}.x"] for n in range(3)] == [60] * 3
+    assert max(tried["l.3.x"], tried["l.4.x"]) <= 2 * matcher.BESIDE + 1
+
+
 def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> None:
     """A module that passes on a grafted tensor shows the same values, and is paired by them."""
     baseline, target = [], []
@@ -701,6 +746,14 @@ def test_a_copy_of_a_part_is_no_further_part_of_a_fused_tap() -> None:
     target = [tap("qkv", torch.cat([q, k, v]), 0), tap("copy", q, 1)]
     pairs = match_taps(baseline, target, guesses=False).pairs
     assert [(pair.baseline, pair.target) for pair in pairs] == [("q", "qkv"), ("k", "qkv"), ("copy", "copy")]
+
+
+def test_of_two_copies_of_a_missing_part_one_fills_the_gap() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2), tap("v_again", v, 3)]
+    target = [tap("qkv", torch.cat([q, k, v]), 0), tap("x", v.view(8, 4), 1), tap("y", v.view(8, 4), 2)]
+    proposal = match_taps(baseline, target, guesses=False)
+    assert [pair.baseline for pair in proposal.of_target("qkv")] == ["q", "k", "v"]
 
 
 def test_a_fused_tap_of_the_baseline_has_all_its_parts_even_if_some_match_elsewhere() -> None:
@@ -1001,6 +1054,20 @@ def test_a_pair_by_rule_alone_has_its_tap_matched_again() -> None:
     by_value = replace(first, pairs=first.pairs[:1])
     _repeat_rounds(lambda grafts: ([], []), ([], []), by_value, given, 12, 6)
     assert again == [first]
+
+
+def test_a_guess_is_tried_beside_those_that_earlier_ones_have_proved() -> None:
+    """With each partner that is grafted, one more tap matches."""
+    baseline = [tap(name, values(4, 4, seed=seed), seed) for seed, name in enumerate(("a.0", "b.0"))]
+    baseline += [tap(name, values(5, seed=seed), seed) for seed, name in enumerate(("c0", "c1"), 2)]
+    target = [tap(name, values(4, 4, seed=seed + 50), seed) for seed, name in enumerate(("x.0", "y.0"))]
+
+    def match(ours: Any, theirs: Any, *, trusted: Sequence[Pair] = (), **_: Any) -> Proposal:
+        return Proposal(tuple(Pair(f"c{n}", f"z{n}") for n in range(min(2, len(trusted)))), {}, {"x.0": "", "y.0": ""})
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(lambda grafts: (baseline, target), (baseline, target), match((), ()), given, 12, 2)
+    assert [pair.target for pair in found.pairs] == ["z0", "z1"]
 
 
 def test_pairs_that_come_and_go_are_new_once() -> None:

@@ -662,7 +662,13 @@ def test_rows_without_a_partner_on_one_side_alone_are_no_pairs_in_disguise() -> 
         return unpaired_rows([order], sides, fetch)
 
     assert said(0, 1, 2) == ""
-    assert said(0, 1, -1).startswith("1 row of the target and 2 rows of the baseline have no partner")
+    two = "1 row of the target and 2 rows of the baseline have no partner"
+    assert said(0, 1, -1).startswith(two)
+    # Rows that are equal to each other, and to no other, are padding; where all are equal, that shows nothing.
+    sides["baseline"] = [RecordedTap.of("mask", torch.ones(4, dtype=torch.int64))]
+    assert said(0, 1, -1).startswith(two)
+    sides["baseline"] += [RecordedTap.of("ids", torch.tensor([5, 6, 0, 0]))]
+    assert said(0, 1, -1) == ""
 
 
 def test_two_gathers_of_rows_become_one_that_takes_the_same_rows() -> None:
