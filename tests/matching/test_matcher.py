@@ -717,6 +717,17 @@ def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> N
     }
 
 
+def test_a_tap_that_shares_its_partner_in_other_layers_does_so_by_rule() -> None:
+    baseline, target = [], []
+    for n in range(3):
+        right = values(4, 8, seed=n)
+        baseline.append(tap(f"h.{n}.m", right, n))
+        own = right if n < 2 else values(4, 8, seed=50)
+        target += [tap(f"l.{n}.inner", right, 2 * n), tap(f"l.{n}.outer", own, 2 * n + 1)]
+    (pair,) = match_taps(baseline, target, guesses=False).of_target("l.2.outer")
+    assert (pair.baseline, pair.sureness) == ("h.2.m", "rule")
+
+
 def test_two_taps_that_are_swapped_in_one_layer_are_one_problem() -> None:
     baseline, target = [], []
     for n in range(4):
@@ -1070,6 +1081,23 @@ def test_a_guess_is_tried_beside_those_that_earlier_ones_have_proved() -> None:
     assert [pair.target for pair in found.pairs] == ["z0", "z1"]
 
 
+def test_a_guess_that_helps_leads_to_as_many_further_rounds() -> None:
+    baseline, target = [tap("a.0", values(4, 4, seed=1), 0)], [tap("x.0", values(4, 4, seed=50), 0)]
+    baseline += [tap(f"c{n}", values(5, seed=n), n + 1) for n in range(9)]
+    # Of the first run, one round, one in vain, one with the guess twice, and rounds that each find one more.
+    counts = iter([0, 1, 1, 2, 2, 3, 4, 5, 6])
+
+    def match(*_: Any, **__: Any) -> Proposal:
+        return Proposal(tuple(Pair(f"c{n}", f"z{n}") for n in range(next(counts))), {}, {"x.0": ""})
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        return baseline, target
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(record, (baseline, target), match(), given, 2, 6)
+    assert len(found.pairs) == 4
+
+
 def test_pairs_that_come_and_go_are_new_once() -> None:
     in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
     rounds: list[int] = []
@@ -1358,6 +1386,7 @@ def test_pairs_that_look_alike_are_distinguished_in_a_run_without_them() -> None
         ((Pair("a", "x", rel=1e-2), other), {"x": far, "z": own}, 0),
         ((Pair("a", "x", rel=1e-8), Pair("a", "y", rel=0.0)), {"x": own, "y": own}, 0),
         ((Pair("a", "x", rel=1e-2), Pair("a", "y", rel=1e-2)), {"x": far, "y": own + (own - far)}, 1),
+        ((Pair("a", "x", rel=3e-3), Pair("a", "y", rel=3e-3)), {"x": own.bfloat16(), "y": own.bfloat16()}, 0),
     ):
         found, runs = without(*pairs, **taps)
         assert [pair.target for pair in found.pairs] == [pair.target for pair in pairs]

@@ -698,6 +698,17 @@ def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
     assert [tap.shape for tap in mine] == [tap.shape for tap in theirs] == [(2, 2, 7), (2, 6, 5)]
 
 
+def test_taps_with_the_rows_of_several_calls_come_call_by_call() -> None:
+    values = torch.arange(8.0).reshape(4, 2)
+    fetch: dict[Side, None] = {"baseline": None, "target": None}
+    mine = [RecordedTap.of("a", values), RecordedTap.of("b", values + 1, order=1)]
+    theirs = [RecordedTap.of(f"{name}#{n}" if n else name, values[2 * n : 2 * n + 2]) for n in (0, 1) for name in "ab"]
+    rows = ([0, 1], [2, 3])
+    orders = [RowOrder(((), 0), ((), n), (4,), (2,), np.array(index), ("a", "a")) for n, index in enumerate(rows)]
+    aligned, _ = AlignedTaps(orders, fetch).of(mine, theirs)
+    assert [(tap.name, tap.order) for tap in aligned] == [("a#0", 0), ("b#0", 1), ("a#1", 2), ("b#1", 3)]
+
+
 def test_complex_taps_show_no_rows() -> None:
     ids, index = torch.arange(64) * 3, np.roll(np.arange(64), 5)
     phases = torch.polar(torch.ones(64), ids.float())

@@ -79,6 +79,14 @@ def test_partners_have_as_many_elements_and_are_tried_in_the_layouts_of_other_pa
     assert torch.equal(pair.layout.local(value), value.flatten())
 
 
+def test_values_that_were_not_kept_are_fetched_from_their_own_side() -> None:
+    a, y = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    baseline, target = [RecordedTap.of("a", a, keep=False)], [RecordedTap.of("y", y, keep=False)]
+    ours, theirs = {"a": a}, {"y": y}
+    found = suspects(baseline, target, Proposal(()), fetch_baseline=ours.get, fetch_target=theirs.get)
+    assert [(pair.baseline, pair.target) for pair in found] == [("a", "y")]
+
+
 def test_the_finite_numbers_show_how_alike_two_taps_are() -> None:
     own = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     masked = own.clone()

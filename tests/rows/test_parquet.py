@@ -442,6 +442,13 @@ def test_removed_or_copied_files_are_reported(tmp_path: Path) -> None:
     move_all(made)
     made.close()
     *_, before, last = made.files
+    hidden = before.path.rename(tmp_path / "elsewhere")
+    stop = last.first - 1
+    with pytest.raises(
+        gl.SessionError, match=rf"rows {before.first} to {stop} are missing; a Parquet file was removed"
+    ):
+        gl.load_run(tmp_path)
+    hidden.rename(before.path)
     last.path.unlink()
     with pytest.raises(gl.SessionError, match=rf"rows {last.first} to 39 are missing; a Parquet file was removed"):
         gl.load_run(tmp_path)
@@ -632,6 +639,14 @@ def test_a_disk_without_room_for_a_file_keeps_the_log(
     assert orders(gl.load_run(tmp_path)) == list(range(62))
 
 
+def test_a_file_that_the_disk_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:999]))
+        made = parquet.write(tmp_path, 0, table_of_lines(b"\n".join(lines(0, 60)) + b"\n"))
+    assert parquet.read(made).num_rows == 60
+
+
 @pytest.mark.usefixtures("small")
 def test_a_log_that_could_not_be_replaced_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = RowStore(tmp_path)
@@ -643,6 +658,7 @@ def test_a_log_that_could_not_be_replaced_is_replaced_later(tmp_path: Path, monk
         with pytest.raises(OSError, match="full"):
             made._move(6_000)
     assert len(made.files) == 1
+    assert not list(tmp_path.glob("*.partial"))
     made.append(lines(30, 40))
     assert orders(gl.load_run(tmp_path)) == orders(made.frame()) == list(range(40))
     move_all(made)

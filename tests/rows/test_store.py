@@ -809,6 +809,28 @@ def test_a_full_disk_does_not_damage_rows_written_before_or_after(
     store.close()
 
 
+def test_rows_that_are_written_while_they_are_read_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RowStore(tmp_path)
+    rows, file = [encode(row(order=order)) for order in range(3)], store._log._file
+    store.append(rows[:1])
+    store._log._file = FullDisk()
+    store.append(rows[1:2])
+    pieces = log._pieces
+
+    def late(*given: Any) -> Any:
+        # The disk has room again, after the reader has taken what was in memory.
+        monkeypatch.setattr(log, "_pieces", pieces)
+        store._log._file = file
+        store.append(rows[2:])
+        return pieces(*given)
+
+    monkeypatch.setattr(log, "_pieces", late)
+    assert store._log.lines_from(store._log.begin[1]).splitlines() == rows[:2]
+    store.close()
+
+
 def test_rows_that_a_full_disk_lacks_are_counted_also_once_the_store_is_closed(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=1))])
