@@ -769,9 +769,12 @@ def test_output_of_ranks_is_shown_during_the_wait(
 
 def test_closing_the_core_ends_its_ranks_and_closes_it(core: SessionCore, ranks: list[TalkingRank]) -> None:
     run = core.start(target="1")
+    closed = MagicMock()
+    core._internals.close_first = closed
     core.close()
     core.close()
     assert core.closed
+    closed.assert_called_once_with()
     for each in ranks:
         assert each.hear_a(Shutdown) == Shutdown()
     with pytest.raises(

@@ -114,6 +114,8 @@ def test_a_reader_sees_what_the_owner_writes_and_cannot_write_itself() -> None:
     os.close(descriptor)
     owner.window(PAGE, 24, torch.float64, (3,)).copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert reader.window(PAGE, 24, torch.float64, (3,)).tolist() == [1.0, 2.0, 3.0]
+    owner.close()
+    assert owner.map.closed
     with pytest.raises(TypeError, match="readonly"):
         reader.map[PAGE] = 1
 

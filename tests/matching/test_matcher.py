@@ -364,6 +364,17 @@ def test_a_tap_with_nothing_but_a_sketch_is_found_too(
     assert find(outer, others) is None
 
 
+@pytest.mark.parametrize(
+    ("count", "layout"),
+    [(2, "part(index=1, of=[1, 1], dim=0) | 1 a -> a"), (3, "window(dim=0, start=-1, length=1) | 1 a -> a")],
+)
+def test_one_of_two_is_a_part_and_the_last_of_more_is_the_last_of_any_number(count: int, layout: str) -> None:
+    whole = values(count, 16, seed=3)
+    found = find(RecordedTap.of("h", whole), RecordedTap.of("x", whole[-1].clone()))
+    assert found is not None
+    assert found.layout.text == layout
+
+
 @pytest.mark.parametrize(("count", "is_found"), [(64, True), (65, False)])
 def test_a_part_is_found_in_a_whole_of_at_most_64_of_its_size(count: int, is_found: bool) -> None:
     whole = values(count, 16, seed=3)
@@ -1018,6 +1029,9 @@ def test_the_frame_has_pairs_first_then_unmatched_taps_and_reasons() -> None:
     assert frame.matched_by.tolist()[:3] == ["exact"] * 3
     assert frame.iloc[3].target_name == "extra"
     assert frame.iloc[3].note == "no baseline tap has 25 elements or contains it"
+    frame = match_taps(target, baseline).frame
+    assert frame.iloc[3].baseline_name == "extra"
+    assert frame.iloc[3].note == "no target tap has 25 elements or contains it"
 
 
 def test_pairs_are_accepted_and_rejected() -> None:
@@ -1423,6 +1437,8 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     assert _differing_rows(pair, one, single) == " in 1 of 4 elements: row 3"
     all_of_it = RecordedTap.of("b", torch.tensor([[2.0], [3.0], [4.0], [5.0]]))
     assert _differing_rows(pair, one, all_of_it) == " everywhere, by rel_l2 0.5"
+    wide, in_each_row = (RecordedTap.of("a", each) for each in (torch.ones(4, 2), torch.tensor([[1.0, 2.0]] * 4)))
+    assert _differing_rows(pair, wide, in_each_row) == " in 4 of 8 elements: 4 rows, 0 to 3"
     with_nan = torch.tensor([[1.0], [math.nan], [1.0], [1.0]])
     nans = [RecordedTap.of("b", with_nan), RecordedTap.of("b", with_nan + torch.tensor([[0.0], [0], [0], [1.2e-7]]))]
     assert _differing_rows(pair, *nans) == " in 1 of 4 elements: row 3"
@@ -1461,6 +1477,12 @@ def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() ->
     assert said[0].text == (
         "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
     )
+    # Two layers of six that happen to agree show nothing.
+    pairs = [Pair(f"h.{n}.{name}", f"b.{n}.{name}") for name in ("mlp", "up") for n in range(6)]
+    pairs += [Pair(f"h.{n}.act", f"b.{m}.act") for m, n in enumerate((1, 2, 0, 5, 3, 4))]
+    assert {each.text.partition("; ")[2] for each in _other_layers(pairs, set())} == {
+        f"it should be layer {layer}, as for other weights" for layer in range(6)
+    }
 
 
 def test_the_reason_of_each_tap_without_a_partner_is_given() -> None:

@@ -701,12 +701,29 @@ def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
 def test_taps_with_the_rows_of_several_calls_come_call_by_call() -> None:
     values = torch.arange(8.0).reshape(4, 2)
     fetch: dict[Side, None] = {"baseline": None, "target": None}
-    mine = [RecordedTap.of("a", values), RecordedTap.of("b", values + 1, order=1)]
+    mine = [RecordedTap.of("a", values), RecordedTap.of("b", values + 1, order=1, kind="Linear")]
     theirs = [RecordedTap.of(f"{name}#{n}" if n else name, values[2 * n : 2 * n + 2]) for n in (0, 1) for name in "ab"]
     rows = ([0, 1], [2, 3])
     orders = [RowOrder(((), 0), ((), n), (4,), (2,), np.array(index), ("a", "a")) for n, index in enumerate(rows)]
     aligned, _ = AlignedTaps(orders, fetch).of(mine, theirs)
     assert [(tap.name, tap.order) for tap in aligned] == [("a#0", 0), ("b#0", 1), ("a#1", 2), ("b#1", 3)]
+    assert [tap.kind for tap in aligned] == ["", "Linear"] * 2
+
+
+def test_rows_that_were_not_kept_are_fetched_from_their_own_side() -> None:
+    ids = torch.arange(48) * 7 % 101
+    ours = {"ids[call=0]": ids[:24], "ids[call=1]": ids[24:]}
+    theirs = {"tokens": ids.roll(24)}
+    fetch: dict[Side, Any] = {"baseline": ours.get, "target": theirs.get}
+    mine, other = ([RecordedTap.of(name, each, keep=False) for name, each in side.items()] for side in (ours, theirs))
+    # Each of two calls has some of the target's rows.
+    assert len(row_orders(mine, other, fetch)) == 2
+    index = np.roll(np.arange(48), 24)
+    whole = RowOrder(((), 0), ((), 0), (48,), (48,), index, ("ids", "tokens"))
+    pair = Pair("ids", "tokens", Layout((Gather.of_rows((48,), index.tolist(), (48,)),)))
+    fetch = {"baseline": {"ids": ids}.get, "target": theirs.get}
+    [ruled], _ = with_row_rules([pair], [whole], [RecordedTap.of("ids", ids, keep=False)], other, fetch)
+    assert ruled.layout.text == "rows(of='ids', into='tokens')"
 
 
 def test_complex_taps_show_no_rows() -> None:

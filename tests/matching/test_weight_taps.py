@@ -179,6 +179,8 @@ def test_a_side_without_weights_leaves_those_of_the_other_unmatched() -> None:
     found = with_weights(OUTPUTS, [*weights(x_weight=drawn(4, 6)), value], [value])
     assert found.unmatched_baseline == {"x.weight[kind=param]": "the other side taps no weights"}
     assert (found.unmatched_target, found.pairs) == ({}, OUTPUTS.pairs)
+    found = with_weights(OUTPUTS, [value], [*weights(x_weight=drawn(4, 6)), value])
+    assert found.unmatched_target == {"x.weight[kind=param]": "the other side taps no weights"}
 
 
 def test_what_a_weight_lacks_is_said_of_weights_beside_what_was_known() -> None:

@@ -432,6 +432,15 @@ def test_rows_of_an_earlier_session_are_continued(tmp_path: Path) -> None:
     assert orders(gl.load_run(tmp_path)) == list(range(17))
 
 
+def test_a_log_that_begins_behind_the_files_lacks_the_rows_between(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append(lines(0, 2))
+    store._log.drop(1, store._log.begin[1] + len(lines(0, 1)[0]) + 1)
+    store._log.close()
+    with pytest.raises(gl.SessionError, match="rows 0 to 0 are missing; a Parquet file was removed"):
+        gl.load_run(tmp_path)
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,7 @@ from graftlab.rows.frames import GrowingFrame
 from graftlab.rows.log import ROWS_FILE, RowLog, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
-from graftlab.rows.tables import RepeatedTags, table_of_lines, with_steps
+from graftlab.rows.tables import RepeatedTags, RowError, table_of_lines, with_steps
 
 
 def row(**changes: Any) -> Row:
@@ -401,6 +401,13 @@ def test_two_rows_in_one_line_are_no_row() -> None:
     assert len(decode_lines([line, line])) == 2
     with pytest.raises(ValueError, match=r"unexpected|Extra data|not a list"):
         decode_lines([line + b"," + line])
+
+
+def test_an_empty_line_among_rows_is_no_row() -> None:
+    line = encode(row()) + b"\n"
+    with pytest.raises(RowError, match="this is not a row of graftlab") as refused:
+        table_of_lines(line + b"\n" + line)
+    assert refused.value.index == 1
 
 
 # ---- the store and the file -----------------------------------------------------------------------------------------
