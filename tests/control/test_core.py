@@ -775,6 +775,8 @@ def test_closing_the_core_ends_its_ranks_and_closes_it(core: SessionCore, ranks:
     core.close()
     assert core.closed
     closed.assert_called_once_with()
+    # Another session may write into its folder.
+    RowStore(core.folder, append=True).close()
     for each in ranks:
         assert each.hear_a(Shutdown) == Shutdown()
     with pytest.raises(
@@ -887,6 +889,11 @@ def test_a_draft_without_a_pair_is_loaded_for_the_targets_last_rank(
     monkeypatch.setattr("graftlab.control.core.try_in_process", lambda drafts, plan, *given: given)
     given: Any = core.try_transform(lambda graft_input: None, limit=0.5)
     assert given == (None, "cuda:2", 0.5)
+    packed = MagicMock(return_value=(processes(ranks)[1], b"input"))
+    monkeypatch.setattr(core._pairs, "packed_input", packed)
+    given = core.try_transform(lambda graft_input: None, "x", rank=1, layer=3)
+    assert given == (b"input", "cuda:1", 5.0)
+    packed.assert_called_once_with("x", 1, {"layer": 3})
 
 
 def test_inputs_whose_transform_failed_are_listed_only_if_asked_for(core: SessionCore) -> None:
@@ -970,6 +977,9 @@ def test_a_side_has_its_group_again_once_its_ranks_are_new(ranks: list[TalkingRa
     groups.note_failure(handles[2], failure)
     assert groups.lost() == {"target": f"a collective failed on target[1]: {failure.message}"}
     groups.renew()
+    assert groups.lost() == {}
+    # A side of one rank has no group.
+    handles[0].alive = False
     assert groups.lost() == {}
     # Of a long message, its end has the reason.
     groups.note_failure(handles[2], Failure("DistBackendError", f"{'x' * 200}: timed out\nIts stack", ""))

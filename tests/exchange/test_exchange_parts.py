@@ -114,10 +114,21 @@ def test_a_reader_sees_what_the_owner_writes_and_cannot_write_itself() -> None:
     os.close(descriptor)
     owner.window(PAGE, 24, torch.float64, (3,)).copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert reader.window(PAGE, 24, torch.float64, (3,)).tolist() == [1.0, 2.0, 3.0]
-    owner.close()
-    assert owner.map.closed
     with pytest.raises(TypeError, match="readonly"):
         reader.map[PAGE] = 1
+
+
+def test_a_segment_stays_mapped_while_a_tensor_of_it_exists() -> None:
+    descriptor, size = create_segment()
+    owner, reader = (Arena(descriptor, size, writable=is_owner) for is_owner in (True, False))
+    os.close(descriptor)
+    owner.window(PAGE, 4, torch.float32, (1,)).fill_(3.0)
+    held = reader.window(PAGE, 4, torch.float32, (1,))
+    reader.close()
+    assert not reader.map.closed
+    assert held.tolist() == [3.0]
+    owner.close()
+    assert owner.map.closed
 
 
 def test_of_a_tensor_class_the_numbers_that_it_stands_for_are_stored() -> None:
@@ -754,6 +765,14 @@ def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
     assert not threads.wait(DEADLINE)
     for descriptor in (reader, writer):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_waiting_thread_takes_back_only_what_it_has_let_go(is_free: bool) -> None:
+    threads, taken = WaiterThreads([]), Mock()
+    threads.let_go, threads.take_back = lambda: is_free, taken
+    assert not threads.wait(0)
+    assert taken.called is is_free
 
 
 def a_peer(**known: Any) -> Peer:

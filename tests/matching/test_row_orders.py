@@ -702,12 +702,14 @@ def test_taps_with_the_rows_of_several_calls_come_call_by_call() -> None:
     values = torch.arange(8.0).reshape(4, 2)
     fetch: dict[Side, None] = {"baseline": None, "target": None}
     mine = [RecordedTap.of("a", values), RecordedTap.of("b", values + 1, order=1, kind="Linear")]
+    mine[0].tags = {"layer": 1}
     theirs = [RecordedTap.of(f"{name}#{n}" if n else name, values[2 * n : 2 * n + 2]) for n in (0, 1) for name in "ab"]
     rows = ([0, 1], [2, 3])
     orders = [RowOrder(((), 0), ((), n), (4,), (2,), np.array(index), ("a", "a")) for n, index in enumerate(rows)]
     aligned, _ = AlignedTaps(orders, fetch).of(mine, theirs)
     assert [(tap.name, tap.order) for tap in aligned] == [("a#0", 0), ("b#0", 1), ("a#1", 2), ("b#1", 3)]
     assert [tap.kind for tap in aligned] == ["", "Linear"] * 2
+    assert [tap.tags for tap in aligned] == [{"layer": 1}, {}] * 2
 
 
 def test_rows_that_were_not_kept_are_fetched_from_their_own_side() -> None:

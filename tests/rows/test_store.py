@@ -122,8 +122,10 @@ def test_a_tag_that_is_called_like_a_column_gets_a_prefix() -> None:
 
 def test_a_tag_that_is_called_like_a_prefixed_one_is_not_lost() -> None:
     given = {"error": "plain", "tag_error": "prefixed", "tag_tag_error": "twice"}
-    frame = to_frame([tagged(**given)])
-    assert sorted(frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]) == sorted(given.values())
+    for names in (given, [*given][::-1]):
+        frame = to_frame([tagged(**{name: given[name] for name in names})])
+        shown = frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]
+        assert sorted(shown) == sorted(given.values())
 
 
 def test_rows_without_a_measurement_have_no_numbers() -> None:
@@ -388,6 +390,11 @@ def test_numpy_numbers_stay_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     tags = decode(encode(tagged(layer=numpy.int64(3), scale=numpy.float32(0.5)))).tags
     assert (tags["layer"], tags["scale"]) == (3, 0.5)
+
+
+def test_a_number_that_is_not_finite_is_no_missing_tag() -> None:
+    tags = decode(encode(tagged(low=-math.inf, high=math.inf, nothing=math.nan))).tags
+    assert (tags["low"], tags["high"], math.isnan(tags["nothing"])) == (-math.inf, math.inf, True)
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"{}", b'{"name": "x"', b"\xff"], ids=str)
@@ -931,7 +938,7 @@ def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> Non
     ("column", "value"),
     [
         *(("step", "x"), ("step", 1.5), ("tags", 5), ("shape", "no"), ("rel_l2", [1]), ("max_abs_index", 3)),
-        *(("name", None), ("rank", 1 << 63), ("status", {})),
+        *(("name", None), ("rank", 1 << 63), ("status", {}), ("senders", None)),
     ],
 )
 def test_an_invalid_value_is_named_with_its_line_and_column(tmp_path: Path, column: str, value: Any) -> None:
