@@ -1040,6 +1040,8 @@ def test_pairs_are_accepted_and_rejected() -> None:
     by_hand = proposal.accept("layers.3.ffn")
     assert by_hand.of_target("layers.3.ffn")[0].note == "accepted by hand"
     assert by_hand.pairs[:3] == proposal.pairs[:3]
+    # What the values show is more than what a person has accepted.
+    assert proposal.accept("layers.0.ffn") == proposal
     guesses = Proposal((Pair("a", "x", sureness="guess"), Pair("b", "y", sureness="guess"))).accept("y")
     assert [pair.sureness for pair in guesses.pairs] == ["guess", "confirmed"]
     # A tap that is a part of several keeps its other pairs.
@@ -1112,6 +1114,16 @@ def test_a_guess_that_helps_leads_to_as_many_further_rounds() -> None:
     assert len(found.pairs) == 4
 
 
+def test_an_interrupt_adds_a_notice_to_those_before() -> None:
+    def record(grafts: tuple[Pair, ...]) -> Any:
+        raise KeyboardInterrupt
+
+    before = Proposal((Pair("a", "x", sureness="rule"),), notices=("rows in another order",))
+    given = partial(match_taps, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(record, ([], []), before, given, 12, 6)
+    assert (found.pairs, found.notices) == (before.pairs, ("rows in another order", rounds.INTERRUPTED))
+
+
 def test_pairs_that_come_and_go_are_new_once() -> None:
     in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
     rounds: list[int] = []
@@ -1134,6 +1146,8 @@ def test_the_html_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+    said = Proposal((), problems=("<i> is not x.",), notices=("<u> may be right.",))._repr_mimebundle_()["text/html"]
+    assert "<p>&lt;i&gt; is not x.</p><p>&lt;u&gt; may be right.</p>" in said
 
 
 def test_pairs_of_several_layers_are_written_with_the_number_that_differs() -> None:

@@ -718,6 +718,10 @@ def test_rows_that_were_not_kept_are_fetched_from_their_own_side() -> None:
     theirs = {"tokens": ids.roll(24)}
     fetch: dict[Side, Any] = {"baseline": ours.get, "target": theirs.get}
     mine, other = ([RecordedTap.of(name, each, keep=False) for name, each in side.items()] for side in (ours, theirs))
+    aligned, _ = AlignedTaps(row_orders(mine, other, fetch), fetch).of(mine, other)
+    assert [tap.value is None for tap in aligned] == [False, False]
+    # The same rows in the same order are no order to be found.
+    assert row_orders(mine, mine, {"baseline": ours.get, "target": ours.get}) == []
     # Each of two calls has some of the target's rows.
     assert len(row_orders(mine, other, fetch)) == 2
     index = np.roll(np.arange(48), 24)
