@@ -341,6 +341,11 @@ def test_failures_while_the_session_closes_are_reported_as_its_end(
     with pytest.raises(gl.RunError) as caught:
         run.wait()
     assert "restart" not in str(caught.value), "it would restart nothing"
+    # New ranks have failures of their own again.
+    runs.reopen(processes(ranks))
+    again = runs.begin({0: WORK}, PLAN)
+    runs.note_done(RunDone(1, None, Failure("RuntimeError", "their own", "")), ranks[0].rank)
+    assert again.failing == {"baseline[0]": "RuntimeError: their own"}
 
 
 def test_an_interrupt_signals_busy_ranks_and_messages_idle_ones(runs: Runs, ranks: list[TalkingRank]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import math
 import os
@@ -654,6 +655,37 @@ def test_a_file_that_the_disk_takes_in_parts_is_whole(tmp_path: Path, monkeypatc
         patch.setattr(os, "write", lambda file, data: write(file, data[:999]))
         made = parquet.write(tmp_path, 0, table_of_lines(b"\n".join(lines(0, 60)) + b"\n"))
     assert parquet.read(made).num_rows == 60
+
+
+def test_a_file_is_forced_to_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("fsync", "rename"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (done.append(name), call(*given)))
+    parquet.write(tmp_path, 0, table_of_lines(b"\n".join(lines(0, 3)) + b"\n"))
+    # Then its folder, which has the name.
+    assert done == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_log_that_the_disk_takes_in_part_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data if data.startswith(b"{") else data[:99])
+
+    def opened(path: Path, mode: str, **how: Any) -> Any:
+        return Short(path, mode, opener=how["opener"]) if path.suffix == ".partial" else open(path, mode, **how)
+
+    made = RowStore(tmp_path)
+    made.append(lines(0, 30))
+    while made._decode_ahead():
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "open", opened, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            made._move(6_000)
+    assert orders(gl.load_run(tmp_path)) == orders(made.frame()) == list(range(30))
+    made.close()
 
 
 @pytest.mark.usefixtures("small")
