@@ -821,3 +821,14 @@ def test_a_run_begins_with_nothing_of_an_earlier_one(participants: tuple[int, ..
     after = a_peer(in_run=takes_part, ended_step=4, to_release=[4], bytes_to_release=5, received=3, sent=2, confirmed=1)
     after.page = before.page
     assert before == after
+
+
+def test_after_a_large_tensor_small_ones_are_released_in_batches_again() -> None:
+    receiver: Any = SimpleNamespace(_large=100)
+    receiver._send_releases = lambda peer: Receiver._send_releases(receiver, peer)
+    peer, sent = a_peer(), Mock()
+    peer.send = sent  # type: ignore[method-assign]
+    for number, nbytes in enumerate((150, 10, 20, 80)):
+        published: Any = SimpleNamespace(id=number, nbytes=nbytes)
+        Receiver._release(receiver, [(peer, published)])
+    assert [list(call.args[0].ids) for call in sent.mock_calls] == [[0], [1, 2, 3]]
