@@ -55,7 +55,8 @@ class Arena:
         # Receivers map the segment read-only, and no code writes through such a mapping. catch_warnings would not do:
         # it may restore a filter that another thread has only set temporarily.
         warnings.filterwarnings("ignore", message=".*not writable", module=__name__)
-        self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        # Not of the map itself: torch would keep that object, but not its memory, which close() would unmap.
+        self._bytes = torch.frombuffer(memoryview(self.map), dtype=torch.uint8)
         self._views: dict[torch.dtype, torch.Tensor] = {}
         self._address = self._bytes.data_ptr()
 

@@ -298,5 +298,5 @@ def written_as(group: Sequence[Pair]) -> tuple[str, str]:
 
 def _with_number(name: str, index: str) -> str:
     first = str(numbers_of(name)[0])
-    start = next(place for place in range(len(name)) if name.startswith(first, place) and name[place].isdigit())
+    start = next(place for place in range(len(name)) if name.startswith(first, place))
     return name[:start] + index + name[start + len(first) :]

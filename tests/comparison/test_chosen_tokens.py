@@ -50,6 +50,16 @@ def test_a_token_that_rounding_has_turned_is_a_near_tie() -> None:
     assert "Later differences are inherited from this choice" in said
 
 
+@pytest.mark.parametrize("side", range(2))
+def test_logits_that_one_side_alone_masks_do_not_widen_a_tie(side: int) -> None:
+    ours = logits(4.0 - 1e-6)
+    sides = [ours, rounded(ours)]
+    (plain,) = found(*sides)
+    sides[side][1, -1, 5] = -torch.inf
+    (token,) = found(*sides)
+    assert token.limit == pytest.approx(plain.limit, rel=0.01)
+
+
 def test_whole_numbers_of_one_side_alone_are_no_choice() -> None:
     ours = logits(4.0 - 1e-6)
     before = call(ours, ours[:, -1:].argmax(-1))

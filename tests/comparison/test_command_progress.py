@@ -219,6 +219,15 @@ class Answered(contextlib.AbstractContextManager["Answered"]):
     def __exit__(self, *_: object) -> None: ...
 
 
+@pytest.mark.parametrize(("answer", "code"), [("agree", 0), ("differ", 1), ("inconclusive", 2)])
+def test_each_answer_has_its_documented_exit_code(
+    answer: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answered, "answer", answer)
+    monkeypatch.setattr(scripts, "compare_scripts", lambda *_, **__: Answered(tmp_path))
+    assert main(["compare", "python a.py", "python b.py"]) == code
+
+
 def test_the_report_is_opened_and_the_answer_alone_is_on_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,14 @@ def test_state_that_agreed_and_differs_later_is_named_with_the_call_that_left_it
     ]
     (sentence,) = after(*both)
     assert "they agreed; so does 1 more. Call 2" in sentence
+    # Of several calls, it names the first that has left some.
+    late = {"['b']": drawn(5, 9)}, {written_path("b"): drawn(5, 9)}
+    wrong = {"['b']": drawn(6, 9)}, {written_path("b"): drawn(7, 9)}
+    in_turn = [
+        tuple({**one, **other} for one, other in zip(*each, strict=True)) for each in ((late, first), (late, second))
+    ]
+    (sentence,) = after(*in_turn, tuple({**one, **other} for one, other in zip(wrong, second, strict=True)))  # type: ignore[arg-type]
+    assert sentence.startswith("State differs that call 2 has left: ")
 
 
 @pytest.mark.parametrize(

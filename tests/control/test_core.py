@@ -341,6 +341,11 @@ def test_failures_while_the_session_closes_are_reported_as_its_end(
     with pytest.raises(gl.RunError) as caught:
         run.wait()
     assert "restart" not in str(caught.value), "it would restart nothing"
+    # New ranks have failures of their own again.
+    runs.reopen(processes(ranks))
+    again = runs.begin({0: WORK}, PLAN)
+    runs.note_done(RunDone(1, None, Failure("RuntimeError", "their own", "")), ranks[0].rank)
+    assert again.failing == {"baseline[0]": "RuntimeError: their own"}
 
 
 def test_an_interrupt_signals_busy_ranks_and_messages_idle_ones(runs: Runs, ranks: list[TalkingRank]) -> None:
@@ -769,9 +774,14 @@ def test_output_of_ranks_is_shown_during_the_wait(
 
 def test_closing_the_core_ends_its_ranks_and_closes_it(core: SessionCore, ranks: list[TalkingRank]) -> None:
     run = core.start(target="1")
+    closed = MagicMock()
+    core._internals.close_first = closed
     core.close()
     core.close()
     assert core.closed
+    closed.assert_called_once_with()
+    # Another session may write into its folder.
+    RowStore(core.folder, append=True).close()
     for each in ranks:
         assert each.hear_a(Shutdown) == Shutdown()
     with pytest.raises(
@@ -863,6 +873,40 @@ def test_the_core_shows_ranks_that_it_did_not_start(core: SessionCore) -> None:
     assert [each.place for each in core.ranks] == Place("baseline", 0, 1, 2).everyone()
 
 
+def test_of_a_log_as_many_lines_are_shown_as_were_asked_for(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    ranks[2].rank.log.write_text("".join(f"line {number}\n" for number in range(99)))
+    assert core.log("target[1]", lines=2).splitlines()[1:] == ["line 97", "line 98"]
+    assert len(core.log("target[1]", lines=70).splitlines()) == 71
+
+
+def test_a_closed_core_no_longer_reports_groups_that_were_lost(core: SessionCore, ranks: list[TalkingRank]) -> None:
+    core._runs.groups.note_failure(ranks[2].rank, Failure("DistStoreError", "gone", ""))
+    assert "the group of the target is gone" in repr(core)
+    core._closed = True
+    assert ": closed, 0 runs, " in repr(core)
+
+
+def test_a_draft_without_a_pair_is_loaded_for_the_targets_last_rank(
+    core: SessionCore, ranks: list[TalkingRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, each in enumerate(processes(ranks)):
+        each.assignment = SimpleNamespace(device=f"cuda:{number}", notes=())
+    monkeypatch.setattr("graftlab.control.core.try_in_process", lambda drafts, plan, *given: given)
+    given: Any = core.try_transform(lambda graft_input: None, limit=0.5)
+    assert given == (None, "cuda:2", 0.5)
+    packed = MagicMock(return_value=(processes(ranks)[1], b"input"))
+    monkeypatch.setattr(core._pairs, "packed_input", packed)
+    given = core.try_transform(lambda graft_input: None, "x", rank=1, layer=3)
+    assert given == (b"input", "cuda:1", 5.0)
+    packed.assert_called_once_with("x", 1, {"layer": 3})
+
+
+def test_inputs_whose_transform_failed_are_listed_only_if_asked_for(core: SessionCore) -> None:
+    pairs: Any = SimpleNamespace(tags=lambda failed: [{"failed": failed}])
+    core._pairs = pairs
+    assert (core.kept(), core.kept(failed=True)) == ([{"failed": False}], [{"failed": True}])
+
+
 def test_the_end_of_a_rank_ends_the_wait_for_its_answers_and_no_other(ranks: list[TalkingRank]) -> None:
     asked, ended, left = Queries(60.0), [], []
     runs: Any = MagicMock()
@@ -939,6 +983,12 @@ def test_a_side_has_its_group_again_once_its_ranks_are_new(ranks: list[TalkingRa
     assert groups.lost() == {"target": f"a collective failed on target[1]: {failure.message}"}
     groups.renew()
     assert groups.lost() == {}
+    # A side of one rank has no group.
+    handles[0].alive = False
+    assert groups.lost() == {}
+    # Of a long message, its end has the reason.
+    groups.note_failure(handles[2], Failure("DistBackendError", f"{'x' * 200}: timed out\nIts stack", ""))
+    assert groups.lost()["target"].endswith("x: timed out")
 
 
 def test_a_plan_that_grafts_a_seen_tap_both_ways_is_refused(core: SessionCore, ranks: list[TalkingRank]) -> None:

@@ -18,6 +18,7 @@ from kit.refusals import exactly
 
 from graftlab.control.replay import Replay, SkippedRequest, _with_skipped, replay
 from graftlab.errors import DumpError, RequestError
+from graftlab.requests.records import RecordedRequest
 from graftlab.rows.schema import Row
 from graftlab.rows.store import to_frame
 
@@ -265,3 +266,17 @@ def test_a_noise_floor_that_cannot_be_one_is_refused_before_anything_runs(tmp_pa
 def test_a_limit_counts_requests_from_the_first(tmp_path: Path) -> None:
     found = summary_of(tmp_path, [recorded(f"r{n}", n) for n in range(5)], each(sum), each(sum), limit=2)
     assert found["rid"].tolist() == ["r0", "r1"]
+
+
+def test_a_damaged_request_before_the_end_of_a_torn_file_is_not_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dump.pkl").touch()
+
+    def torn(*_: object) -> None:
+        raise DumpError("it is cut short", 9, [RecordedRequest("no fields")])
+
+    monkeypatch.setattr("graftlab.control.replay.load_dump", torn)
+    session: Any = SimpleNamespace()
+    with pytest.raises(RequestError, match="no request that can be replayed: #0: a request has named fields, and this"):
+        replay(session, tmp_path / "dump.pkl", str, str)

@@ -130,6 +130,8 @@ def test_one_taps_figures_leave_out_a_verdicts_own_runs(monkeypatch: pytest.Monk
     monkeypatch.setattr(session_plots, "internals_of", lambda session: SimpleNamespace(set_aside={9}))
     figures.over_steps()
     assert [args[0]["step"].tolist() for _, args, _ in drawn] == [[2]]
+    with pytest.raises(gl.SessionError, match=r"run 8 has no rows of step 3; it has rows of step 2"):
+        figures.divergence(step=3)
 
 
 @pytest.mark.ranks

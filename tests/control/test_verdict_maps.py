@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pandas as pd
@@ -66,6 +67,16 @@ def test_a_figure_in_axes_of_the_caller_has_no_canvas() -> None:
     assert isinstance(own, NotebookFigure)
     assert made.plot(ax=ax) is own
     assert own.interactive is None
+
+
+def test_the_table_of_a_group_has_its_largest_ratio_also_beside_taps_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verdicts, "text_of", lambda findings: "the text")
+    monkeypatch.setattr(verdicts, "parts_of", lambda findings: ([], ["the text"], []))
+    frame = pd.concat([verdict(a=None).frame] * 3).assign(ratio=[math.nan, 7.25, 6.0], floor=0.1, alone=0.0)
+    found = dataclasses.replace(verdict(a=None).findings, frame=frame)
+    assert "7.25" in Verdict(found, 3)._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,16 @@ def test_of_two_mutual_waiters_the_higher_rank_yields_at_once(world: World) -> N
     assert [each.tensor.item() for each in waits[1].result(DEADLINE).contributions] == [3.0]
 
 
+def test_mutual_waiters_yield_again_in_the_next_step(world: World) -> None:
+    baseline, target = world.mailboxes
+    for step in range(2):
+        waits = [wait_for(rank, key(f"what {rank.place.side} waits for", step=step)) for rank in (target, baseline)]
+        assert "baseline[0] waits for a different tap of target[0]" in waits[0].result(DEADLINE).absent[0]
+        target.exchange.end_step(step)
+        assert waits[1].result(DEADLINE).contributions == []
+        baseline.exchange.end_step(step)
+
+
 def test_the_rank_waiting_for_a_never_reached_tap_yields(world: World) -> None:
     baseline, target = world.mailboxes
     baseline.publish(key("known", step=0), 1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import socket
 import tempfile
 import time
@@ -114,6 +116,19 @@ def test_a_reader_sees_what_the_owner_writes_and_cannot_write_itself() -> None:
     assert reader.window(PAGE, 24, torch.float64, (3,)).tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError, match="readonly"):
         reader.map[PAGE] = 1
+
+
+def test_a_segment_stays_mapped_while_a_tensor_of_it_exists() -> None:
+    descriptor, size = create_segment()
+    owner, reader = (Arena(descriptor, size, writable=is_owner) for is_owner in (True, False))
+    os.close(descriptor)
+    owner.window(PAGE, 4, torch.float32, (1,)).fill_(3.0)
+    held = reader.window(PAGE, 4, torch.float32, (1,))
+    reader.close()
+    assert not reader.map.closed
+    assert held.tolist() == [3.0]
+    owner.close()
+    assert owner.map.closed
 
 
 def test_of_a_tensor_class_the_numbers_that_it_stands_for_are_stored() -> None:
@@ -233,6 +248,45 @@ def test_sending_never_waits_for_the_reader(ends: tuple[SocketChannel, SocketCha
     assert not one.drain(0)
     assert receive(other, len(frames)) == frames
     assert one.drain(DEADLINE)
+
+
+@pytest.mark.parametrize("size", [3, 1 << 17])
+def test_a_frame_waits_behind_earlier_ones_even_if_there_is_room(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, other = socket.socketpair()
+    one = SocketChannel(end)
+    # Nothing is sent in the background.
+    monkeypatch.setattr("graftlab.exchange.channel.threading.Thread", Mock())
+    while not one.backed_up:
+        one.send(bytes(1 << 12))
+    other.setblocking(False)
+
+    def read() -> int:
+        found = 0
+        with contextlib.suppress(BlockingIOError):
+            while data := other.recv(1 << 20):
+                found += len(data)
+        return found
+
+    assert read()
+    one.send(bytes(size))
+    assert read() == 0
+    one.close()
+    other.close()
+
+
+def test_a_child_may_use_a_channel_that_a_thread_of_its_parent_was_using() -> None:
+    end, other = socket.socketpair()
+    one = SocketChannel(end)
+    with one._sending:
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            one.send(b"dropped")
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    one.close()
+    assert other.recv(1) == b""
+    other.close()
 
 
 @pytest.mark.slow
@@ -700,7 +754,10 @@ def test_a_waiting_thread_wakes_for_each_of_its_descriptors() -> None:
 def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
     reader, writer = os.pipe()
     threads = WaiterThreads([reader])
-    assert not threads.wait(0)
+    before = time.monotonic()
+    assert not threads.wait(0.01)
+    # It has waited for seconds, and no thousandths of them.
+    assert time.monotonic() - before >= 0.009
     threads.wake()
     # Otherwise its next wait would be over at once.
     assert not threads.wait(0)
@@ -708,6 +765,14 @@ def test_a_thread_that_no_longer_waits_is_not_woken() -> None:
     assert not threads.wait(DEADLINE)
     for descriptor in (reader, writer):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_waiting_thread_takes_back_only_what_it_has_let_go(is_free: bool) -> None:
+    threads, taken = WaiterThreads([]), Mock()
+    threads.let_go, threads.take_back = lambda: is_free, taken
+    assert not threads.wait(0)
+    assert taken.called is is_free
 
 
 def a_peer(**known: Any) -> Peer:
@@ -756,3 +821,14 @@ def test_a_run_begins_with_nothing_of_an_earlier_one(participants: tuple[int, ..
     after = a_peer(in_run=takes_part, ended_step=4, to_release=[4], bytes_to_release=5, received=3, sent=2, confirmed=1)
     after.page = before.page
     assert before == after
+
+
+def test_after_a_large_tensor_small_ones_are_released_in_batches_again() -> None:
+    receiver: Any = SimpleNamespace(_large=100)
+    receiver._send_releases = lambda peer: Receiver._send_releases(receiver, peer)
+    peer, sent = a_peer(), Mock()
+    peer.send = sent  # type: ignore[method-assign]
+    for number, nbytes in enumerate((150, 10, 20, 80)):
+        published: Any = SimpleNamespace(id=number, nbytes=nbytes)
+        Receiver._release(receiver, [(peer, published)])
+    assert [list(call.args[0].ids) for call in sent.mock_calls] == [[0], [1, 2, 3]]

@@ -141,6 +141,8 @@ def test_bytes_in_transit_are_not_overwritten() -> None:
     first = staging.put(on_gpu(torch.full((64,), 1.0)), 256, {1})
     on_its_way = staging.view(first)
     staging.release(first)
+    with pytest.raises(KeyError):
+        staging.view(first)  # else it would hold the memory for good
     for number in range(50):
         staging.release(staging.put(on_gpu(torch.full((64,), float(number))), 256, {1}))
     assert torch.frombuffer(on_its_way, dtype=torch.float32).unique().tolist() == [1]

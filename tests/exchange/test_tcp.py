@@ -395,6 +395,22 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + by
 HUGE = b"\x06" + (8 << 30).to_bytes(8, "big")
 
 
+def test_a_descriptor_that_is_of_another_connection_by_now_is_left_open() -> None:
+    one, other = socket.socketpair()
+    connections = unauthenticated.UnauthenticatedConnections()
+    connections.add(one.fileno())
+    # While the first was ended, another was accepted and has its number.
+    connections.end(one.fileno(), lambda: connections.known.update({one.fileno(): 0.5}))
+    assert connections.known == {one.fileno(): 0.5}
+    other.send(b"x")
+    assert one.recv(1) == b"x"
+    connections.end(one.fileno(), lambda: None)
+    assert (connections.known, other.recv(1)) == ({}, b"")
+    connections.close()
+    one.close()
+    other.close()
+
+
 def flood(connection: socket.socket, pump: Callable[[], None]) -> int:
     """How many bytes the other end takes of a message without an end, up to 64 MiB."""
     connection.settimeout(0.05)

@@ -38,6 +38,11 @@ def test_the_sessions_plan_supersedes_a_newer_plan_of_a_job() -> None:
     # Its notebook went away, and it compares nothing since.
     jobs.supersede(mine.edit(b2t=None, keep=None, compare="name == 'x'"))
     assert (plans.newest.b2t, plans.newest.keep, plans.newest.version) == ("layer == 0", "layer == 0", 3)
+    # Of two plans of one version, a job would keep its own.
+    jobs.supersede(replace(mine, compare="name == 'x'", version=3))
+    assert (plans.newest.b2t, plans.newest.version) == ("layer == 0", 4)
+    jobs.supersede(plans.newest)
+    assert plans.newest.version == 4
 
 
 def test_the_plan_of_a_verdict_stays_temporary_if_it_supersedes_that_of_a_job() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,9 @@ def test_sketches_alone_find_most_pairs(llama: Port) -> None:
     proposal = match_taps(recorders[0].taps, recorders[1].taps)
     check_expected("llama", proposal, at_least=0.9)
     assert all("only extreme values compared" in pair.note for pair in proposal.graftable)
+    twice = [RecordedTap.of(name, values(8, 8, seed=1), order=order, keep=False) for order, name in enumerate("xy")]
+    notes = {pair.note for pair in match_taps(twice[:1], twice).pairs}
+    assert notes == {"only extreme values compared", "has the same values as x; only extreme values compared"}
 
 
 def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
@@ -170,6 +174,23 @@ def test_values_are_fetched_only_for_candidates(gpt2: Port) -> None:
     check_expected("gpt2", proposal)
     assert "nothing like it" not in asked
     assert not any(pair.note for pair in proposal.graftable if "extreme" in pair.note)
+
+
+def test_what_is_computed_from_taps_of_one_size_is_dropped_before_the_next_size() -> None:
+    taken = [tap(name, values(16, 16, seed=n), n) for n, name in enumerate("ab")]
+    others = [tap(name, values(16, 16, seed=n) + 1e-5, n) for n, name in enumerate("xy")]
+    found = matcher.Matcher(taken, others, None, None)
+    found.match_equals()
+    assert len(found.pairs) == 2
+    assert [each.in_memory for each in (*taken, *others)] == [4 * 16 * 16] * 4
+
+
+def test_only_weights_are_fetched_to_be_compared_by_rule() -> None:
+    asked: list[str] = []
+    value = RecordedTap.of("a", torch.ones(2), keep=False)
+    weight = RecordedTap.of("w", torch.ones(2), keep=False, digest=Digest.of(torch.ones(2)))
+    matcher.Matcher([value, weight], [], asked.append, None).bring_weights(value, weight)  # type: ignore[arg-type]
+    assert asked == ["w"]
 
 
 def test_values_are_fetched_from_the_side_of_the_tap() -> None:
@@ -343,6 +364,17 @@ def test_a_tap_with_nothing_but_a_sketch_is_found_too(
     assert find(outer, others) is None
 
 
+@pytest.mark.parametrize(
+    ("count", "layout"),
+    [(2, "part(index=1, of=[1, 1], dim=0) | 1 a -> a"), (3, "window(dim=0, start=-1, length=1) | 1 a -> a")],
+)
+def test_one_of_two_is_a_part_and_the_last_of_more_is_the_last_of_any_number(count: int, layout: str) -> None:
+    whole = values(count, 16, seed=3)
+    found = find(RecordedTap.of("h", whole), RecordedTap.of("x", whole[-1].clone()))
+    assert found is not None
+    assert found.layout.text == layout
+
+
 @pytest.mark.parametrize(("count", "is_found"), [(64, True), (65, False)])
 def test_a_part_is_found_in_a_whole_of_at_most_64_of_its_size(count: int, is_found: bool) -> None:
     whole = values(count, 16, seed=3)
@@ -362,6 +394,15 @@ def test_a_pair_by_rule_keeps_its_partner_from_a_module_that_passes_the_graft_on
     before = Proposal((Pair("h.0.mlp", "layers.0.ffn", sureness="guess"),))
     paired = {pair.target: pair.baseline for pair in match_taps(baseline, target, before=before, guesses=False).pairs}
     assert paired["layers.0.mlp"] == "h.0.mlp"
+
+
+def test_a_partner_that_grafts_have_proved_is_kept_whatever_an_earlier_run_proposed() -> None:
+    graft, wrong = values(6, 8, seed=5), values(6, 8, seed=6)
+    target = [tap("layers.0.ffn", wrong, 0), tap("layers.0.mlp", graft, 1)]
+    before = Proposal((Pair("h.0.mlp", "layers.0.mlp", sureness="rule"),))
+    trusted = [Pair("h.0.mlp", "layers.0.ffn", sureness="rule")]
+    proposal = match_taps([tap("h.0.mlp", graft, 0)], target, before=before, trusted=trusted, guesses=False)
+    assert [pair.note for pair in proposal.of_target("layers.0.mlp")] == ["has the same values as layers.0.ffn"]
 
 
 def layered(count: int, wrong: Sequence[int] = (), shift: int = 0) -> tuple[list[RecordedTap], list[RecordedTap]]:
@@ -491,6 +532,8 @@ def test_the_next_module_in_a_sequence_may_have_equal_values_in_another_layout()
 def test_layers_that_do_not_agree_on_their_numbers_make_no_rule() -> None:
     assert rules_of([Pair("h.0.mlp", "l.0.ffn"), Pair("h.5.mlp", "l.1.ffn")]) == []
     assert rules_of([Pair("h.3.mlp", "l.3.ffn")]) == []
+    # One that is given twice is one layer.
+    assert rules_of([*[Pair("h.0.mlp", "l.0.ffn")] * 2, Pair("h.5.mlp", "l.1.ffn")]) == []
 
 
 def test_a_rule_accepts_names_with_a_number_sign() -> None:
@@ -657,6 +700,19 @@ def test_wholes_are_sought_anew_once_a_tap_has_a_partner() -> None:
         found.add(Pair("small", "t"))
 
 
+def test_a_part_that_several_layers_lack_is_sought_only_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: Counter[str] = Counter()
+
+    def note(outer: RecordedTap, inner: RecordedTap, *rest: object) -> None:
+        tried[inner.name] += 1
+
+    monkeypatch.setattr(matcher, "find", note)
+    baseline = [tap(f"b.{n}.y", values(40, seed=n), n) for n in range(60)]
+    match_taps(baseline, [tap(f"l.{n}.x", values(20, seed=99 + n), n) for n in range(5)], guesses=False)
+    assert [tried[f"l.{n}.x"] for n in range(3)] == [60] * 3
+    assert max(tried["l.3.x"], tried["l.4.x"]) <= 2 * matcher.BESIDE + 1
+
+
 def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> None:
     """A module that passes on a grafted tensor shows the same values, and is paired by them."""
     baseline, target = [], []
@@ -670,6 +726,17 @@ def test_a_trusted_rule_gives_its_partner_to_the_tap_that_was_grafted_too() -> N
         "l.2.inner": "h.2.m",
         "l.2.outer": "h.2.m",
     }
+
+
+def test_a_tap_that_shares_its_partner_in_other_layers_does_so_by_rule() -> None:
+    baseline, target = [], []
+    for n in range(3):
+        right = values(4, 8, seed=n)
+        baseline.append(tap(f"h.{n}.m", right, n))
+        own = right if n < 2 else values(4, 8, seed=50)
+        target += [tap(f"l.{n}.inner", right, 2 * n), tap(f"l.{n}.outer", own, 2 * n + 1)]
+    (pair,) = match_taps(baseline, target, guesses=False).of_target("l.2.outer")
+    assert (pair.baseline, pair.sureness) == ("h.2.m", "rule")
 
 
 def test_two_taps_that_are_swapped_in_one_layer_are_one_problem() -> None:
@@ -701,6 +768,14 @@ def test_a_copy_of_a_part_is_no_further_part_of_a_fused_tap() -> None:
     target = [tap("qkv", torch.cat([q, k, v]), 0), tap("copy", q, 1)]
     pairs = match_taps(baseline, target, guesses=False).pairs
     assert [(pair.baseline, pair.target) for pair in pairs] == [("q", "qkv"), ("k", "qkv"), ("copy", "copy")]
+
+
+def test_of_two_copies_of_a_missing_part_one_fills_the_gap() -> None:
+    q, k, v = (values(4, 8, seed=n) for n in range(3))
+    baseline = [tap("q", q, 0), tap("k", k, 1), tap("v", v, 2), tap("v_again", v, 3)]
+    target = [tap("qkv", torch.cat([q, k, v]), 0), tap("x", v.view(8, 4), 1), tap("y", v.view(8, 4), 2)]
+    proposal = match_taps(baseline, target, guesses=False)
+    assert [pair.baseline for pair in proposal.of_target("qkv")] == ["q", "k", "v"]
 
 
 def test_a_fused_tap_of_the_baseline_has_all_its_parts_even_if_some_match_elsewhere() -> None:
@@ -954,6 +1029,9 @@ def test_the_frame_has_pairs_first_then_unmatched_taps_and_reasons() -> None:
     assert frame.matched_by.tolist()[:3] == ["exact"] * 3
     assert frame.iloc[3].target_name == "extra"
     assert frame.iloc[3].note == "no baseline tap has 25 elements or contains it"
+    frame = match_taps(target, baseline).frame
+    assert frame.iloc[3].baseline_name == "extra"
+    assert frame.iloc[3].note == "no target tap has 25 elements or contains it"
 
 
 def test_pairs_are_accepted_and_rejected() -> None:
@@ -962,6 +1040,8 @@ def test_pairs_are_accepted_and_rejected() -> None:
     by_hand = proposal.accept("layers.3.ffn")
     assert by_hand.of_target("layers.3.ffn")[0].note == "accepted by hand"
     assert by_hand.pairs[:3] == proposal.pairs[:3]
+    # What the values show is more than what a person has accepted.
+    assert proposal.accept("layers.0.ffn") == proposal
     guesses = Proposal((Pair("a", "x", sureness="guess"), Pair("b", "y", sureness="guess"))).accept("y")
     assert [pair.sureness for pair in guesses.pairs] == ["guess", "confirmed"]
     # A tap that is a part of several keeps its other pairs.
@@ -1003,6 +1083,47 @@ def test_a_pair_by_rule_alone_has_its_tap_matched_again() -> None:
     assert again == [first]
 
 
+def test_a_guess_is_tried_beside_those_that_earlier_ones_have_proved() -> None:
+    """With each partner that is grafted, one more tap matches."""
+    baseline = [tap(name, values(4, 4, seed=seed), seed) for seed, name in enumerate(("a.0", "b.0"))]
+    baseline += [tap(name, values(5, seed=seed), seed) for seed, name in enumerate(("c0", "c1"), 2)]
+    target = [tap(name, values(4, 4, seed=seed + 50), seed) for seed, name in enumerate(("x.0", "y.0"))]
+
+    def match(ours: Any, theirs: Any, *, trusted: Sequence[Pair] = (), **_: Any) -> Proposal:
+        return Proposal(tuple(Pair(f"c{n}", f"z{n}") for n in range(min(2, len(trusted)))), {}, {"x.0": "", "y.0": ""})
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(lambda grafts: (baseline, target), (baseline, target), match((), ()), given, 12, 2)
+    assert [pair.target for pair in found.pairs] == ["z0", "z1"]
+
+
+def test_a_guess_that_helps_leads_to_as_many_further_rounds() -> None:
+    baseline, target = [tap("a.0", values(4, 4, seed=1), 0)], [tap("x.0", values(4, 4, seed=50), 0)]
+    baseline += [tap(f"c{n}", values(5, seed=n), n + 1) for n in range(9)]
+    # Of the first run, one round, one in vain, one with the guess twice, and rounds that each find one more.
+    counts = iter([0, 1, 1, 2, 2, 3, 4, 5, 6])
+
+    def match(*_: Any, **__: Any) -> Proposal:
+        return Proposal(tuple(Pair(f"c{n}", f"z{n}") for n in range(next(counts))), {}, {"x.0": ""})
+
+    def record(grafts: tuple[Pair, ...]) -> tuple[list[RecordedTap], list[RecordedTap]]:
+        return baseline, target
+
+    given = partial(match, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(record, (baseline, target), match(), given, 2, 6)
+    assert len(found.pairs) == 4
+
+
+def test_an_interrupt_adds_a_notice_to_those_before() -> None:
+    def record(grafts: tuple[Pair, ...]) -> Any:
+        raise KeyboardInterrupt
+
+    before = Proposal((Pair("a", "x", sureness="rule"),), notices=("rows in another order",))
+    given = partial(match_taps, fetch_baseline=None, fetch_target=None)
+    found = _repeat_rounds(record, ([], []), before, given, 12, 6)
+    assert (found.pairs, found.notices) == (before.pairs, ("rows in another order", rounds.INTERRUPTED))
+
+
 def test_pairs_that_come_and_go_are_new_once() -> None:
     in_turn = [Pair(name, "x", sureness="exact", rel=0.0) for name in ("b", "a")]
     rounds: list[int] = []
@@ -1025,6 +1146,8 @@ def test_the_html_folds_layers_and_escapes_names() -> None:
     assert "&lt;b&gt;" in shown["text/html"]
     assert "<b>" not in shown["text/html"].replace("<b>3 of 4", "")
     assert shown["text/plain"] == "<graftlab.Proposal: 3 of 4 target taps have a partner (3 exact)>"
+    said = Proposal((), problems=("<i> is not x.",), notices=("<u> may be right.",))._repr_mimebundle_()["text/html"]
+    assert "<p>&lt;i&gt; is not x.</p><p>&lt;u&gt; may be right.</p>" in said
 
 
 def test_pairs_of_several_layers_are_written_with_the_number_that_differs() -> None:
@@ -1291,6 +1414,7 @@ def test_pairs_that_look_alike_are_distinguished_in_a_run_without_them() -> None
         ((Pair("a", "x", rel=1e-2), other), {"x": far, "z": own}, 0),
         ((Pair("a", "x", rel=1e-8), Pair("a", "y", rel=0.0)), {"x": own, "y": own}, 0),
         ((Pair("a", "x", rel=1e-2), Pair("a", "y", rel=1e-2)), {"x": far, "y": own + (own - far)}, 1),
+        ((Pair("a", "x", rel=3e-3), Pair("a", "y", rel=3e-3)), {"x": own.bfloat16(), "y": own.bfloat16()}, 0),
     ):
         found, runs = without(*pairs, **taps)
         assert [pair.target for pair in found.pairs] == [pair.target for pair in pairs]
@@ -1327,6 +1451,8 @@ def test_where_weights_differ_is_only_said_of_tensors_of_one_shape() -> None:
     assert _differing_rows(pair, one, single) == " in 1 of 4 elements: row 3"
     all_of_it = RecordedTap.of("b", torch.tensor([[2.0], [3.0], [4.0], [5.0]]))
     assert _differing_rows(pair, one, all_of_it) == " everywhere, by rel_l2 0.5"
+    wide, in_each_row = (RecordedTap.of("a", each) for each in (torch.ones(4, 2), torch.tensor([[1.0, 2.0]] * 4)))
+    assert _differing_rows(pair, wide, in_each_row) == " in 4 of 8 elements: 4 rows, 0 to 3"
     with_nan = torch.tensor([[1.0], [math.nan], [1.0], [1.0]])
     nans = [RecordedTap.of("b", with_nan), RecordedTap.of("b", with_nan + torch.tensor([[0.0], [0], [0], [1.2e-7]]))]
     assert _differing_rows(pair, *nans) == " in 1 of 4 elements: row 3"
@@ -1365,6 +1491,12 @@ def test_layers_in_another_order_are_held_to_the_shift_of_the_other_weights() ->
     assert said[0].text == (
         "b.1.act has the values of h.4.act, which is in layer 4; it should be layer 3, as for other weights"
     )
+    # Two layers of six that happen to agree show nothing.
+    pairs = [Pair(f"h.{n}.{name}", f"b.{n}.{name}") for name in ("mlp", "up") for n in range(6)]
+    pairs += [Pair(f"h.{n}.act", f"b.{m}.act") for m, n in enumerate((1, 2, 0, 5, 3, 4))]
+    assert {each.text.partition("; ")[2] for each in _other_layers(pairs, set())} == {
+        f"it should be layer {layer}, as for other weights" for layer in range(6)
+    }
 
 
 def test_the_reason_of_each_tap_without_a_partner_is_given() -> None:

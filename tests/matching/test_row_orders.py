@@ -662,7 +662,13 @@ def test_rows_without_a_partner_on_one_side_alone_are_no_pairs_in_disguise() -> 
         return unpaired_rows([order], sides, fetch)
 
     assert said(0, 1, 2) == ""
-    assert said(0, 1, -1).startswith("1 row of the target and 2 rows of the baseline have no partner")
+    two = "1 row of the target and 2 rows of the baseline have no partner"
+    assert said(0, 1, -1).startswith(two)
+    # Rows that are equal to each other, and to no other, are padding; where all are equal, that shows nothing.
+    sides["baseline"] = [RecordedTap.of("mask", torch.ones(4, dtype=torch.int64))]
+    assert said(0, 1, -1).startswith(two)
+    sides["baseline"] += [RecordedTap.of("ids", torch.tensor([5, 6, 0, 0]))]
+    assert said(0, 1, -1) == ""
 
 
 def test_two_gathers_of_rows_become_one_that_takes_the_same_rows() -> None:
@@ -690,6 +696,40 @@ def test_a_result_of_all_calls_is_not_taken_for_the_rows_of_the_first() -> None:
     )
     mine, theirs = AlignedTaps([order], {"baseline": None, "target": None}).of(*sides)
     assert [tap.shape for tap in mine] == [tap.shape for tap in theirs] == [(2, 2, 7), (2, 6, 5)]
+
+
+def test_taps_with_the_rows_of_several_calls_come_call_by_call() -> None:
+    values = torch.arange(8.0).reshape(4, 2)
+    fetch: dict[Side, None] = {"baseline": None, "target": None}
+    mine = [RecordedTap.of("a", values), RecordedTap.of("b", values + 1, order=1, kind="Linear")]
+    mine[0].tags = {"layer": 1}
+    theirs = [RecordedTap.of(f"{name}#{n}" if n else name, values[2 * n : 2 * n + 2]) for n in (0, 1) for name in "ab"]
+    rows = ([0, 1], [2, 3])
+    orders = [RowOrder(((), 0), ((), n), (4,), (2,), np.array(index), ("a", "a")) for n, index in enumerate(rows)]
+    aligned, _ = AlignedTaps(orders, fetch).of(mine, theirs)
+    assert [(tap.name, tap.order) for tap in aligned] == [("a#0", 0), ("b#0", 1), ("a#1", 2), ("b#1", 3)]
+    assert [tap.kind for tap in aligned] == ["", "Linear"] * 2
+    assert [tap.tags for tap in aligned] == [{"layer": 1}, {}] * 2
+
+
+def test_rows_that_were_not_kept_are_fetched_from_their_own_side() -> None:
+    ids = torch.arange(48) * 7 % 101
+    ours = {"ids[call=0]": ids[:24], "ids[call=1]": ids[24:]}
+    theirs = {"tokens": ids.roll(24)}
+    fetch: dict[Side, Any] = {"baseline": ours.get, "target": theirs.get}
+    mine, other = ([RecordedTap.of(name, each, keep=False) for name, each in side.items()] for side in (ours, theirs))
+    aligned, _ = AlignedTaps(row_orders(mine, other, fetch), fetch).of(mine, other)
+    assert [tap.value is None for tap in aligned] == [False, False]
+    # The same rows in the same order are no order to be found.
+    assert row_orders(mine, mine, {"baseline": ours.get, "target": ours.get}) == []
+    # Each of two calls has some of the target's rows.
+    assert len(row_orders(mine, other, fetch)) == 2
+    index = np.roll(np.arange(48), 24)
+    whole = RowOrder(((), 0), ((), 0), (48,), (48,), index, ("ids", "tokens"))
+    pair = Pair("ids", "tokens", Layout((Gather.of_rows((48,), index.tolist(), (48,)),)))
+    fetch = {"baseline": {"ids": ids}.get, "target": theirs.get}
+    [ruled], _ = with_row_rules([pair], [whole], [RecordedTap.of("ids", ids, keep=False)], other, fetch)
+    assert ruled.layout.text == "rows(of='ids', into='tokens')"
 
 
 def test_complex_taps_show_no_rows() -> None:

@@ -79,6 +79,22 @@ def test_partners_have_as_many_elements_and_are_tried_in_the_layouts_of_other_pa
     assert torch.equal(pair.layout.local(value), value.flatten())
 
 
+def test_values_that_were_not_kept_are_fetched_from_their_own_side() -> None:
+    a, y = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    baseline, target = [RecordedTap.of("a", a, keep=False)], [RecordedTap.of("y", y, keep=False)]
+    ours, theirs = {"a": a}, {"y": y}
+    found = suspects(baseline, target, Proposal(()), fetch_baseline=ours.get, fetch_target=theirs.get)
+    assert [(pair.baseline, pair.target) for pair in found] == [("a", "y")]
+
+
+def test_the_finite_numbers_show_how_alike_two_taps_are() -> None:
+    own = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    masked = own.clone()
+    masked[0, 1], masked[2, 3] = float("nan"), float("-inf")
+    found = suspects([tap("other", 0, 5), RecordedTap.of("a", masked)], [RecordedTap.of("y", own)], Proposal(()))
+    assert [pair.baseline for pair in found] == ["a", "other"]
+
+
 def test_a_tap_that_passes_on_a_grafted_tensor_is_a_copy_of_it() -> None:
     baseline = [tap("given", 0, 0), tap("passed on", 1, 0), tap("other", 2, 1)]
     baseline.append(RecordedTap.of("twice", torch.cat(2 * [baseline[0].value])))  # type: ignore[list-item]

@@ -14,6 +14,7 @@ from graftlab.matching.digests import Digest
 from graftlab.matching.pair import Pair
 from graftlab.matching.proposal import Proposal
 from graftlab.matching.recorded_taps import RecordedTap
+from graftlab.matching.rounds import match_in_rounds, match_once
 from graftlab.matching.rules import rules_of
 from graftlab.matching.weight_taps import _by_the_first_rule, _with_one_role, with_weights, without_weights
 
@@ -152,6 +153,19 @@ def test_rounded_parts_of_fused_weights_are_compared_with_few_of_other_layers() 
     assert set(count.values()) == {1}
 
 
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_weights_that_stayed_on_their_ranks_are_fetched_for_any_match(in_rounds: bool) -> None:
+    weight = drawn(96, 64)
+    ours, theirs = unsent(h_weight=weight), unsent(l_weight=weight.bfloat16())
+    held = {"h.weight[kind=param]": weight, "l.weight[kind=param]": weight.bfloat16()}
+    if in_rounds:
+        found = match_in_rounds(lambda grafts: (ours, theirs), fetch_baseline=held.get, fetch_target=held.get)
+    else:
+        found = match_once(ours, theirs, fetch_baseline=held.get, fetch_target=held.get)
+    # Without its values, only the extreme ones would have been compared.
+    assert [(pair.sureness, pair.note) for pair in found.pairs] == [("near", "")]
+
+
 def test_a_value_that_no_rank_has_is_asked_for_once() -> None:
     asked: list[str] = []
     ours, theirs = unsent(a_weight=drawn(8, 6), b_weight=drawn(8, 6) + 1e-9), unsent(c_weight=drawn(8, 6) * 1.001)
@@ -165,6 +179,8 @@ def test_a_side_without_weights_leaves_those_of_the_other_unmatched() -> None:
     found = with_weights(OUTPUTS, [*weights(x_weight=drawn(4, 6)), value], [value])
     assert found.unmatched_baseline == {"x.weight[kind=param]": "the other side taps no weights"}
     assert (found.unmatched_target, found.pairs) == ({}, OUTPUTS.pairs)
+    found = with_weights(OUTPUTS, [value], [*weights(x_weight=drawn(4, 6)), value])
+    assert found.unmatched_target == {"x.weight[kind=param]": "the other side taps no weights"}
 
 
 def test_what_a_weight_lacks_is_said_of_weights_beside_what_was_known() -> None:

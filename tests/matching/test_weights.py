@@ -441,6 +441,14 @@ def test_a_scaled_weight_has_whole_factors_and_constants_up_to_rounding() -> Non
     assert (scale.factor, scale.add) == pytest.approx((0.5, 0.3), rel=1e-5)
 
 
+def test_a_constant_with_a_nan_in_it_is_no_copy_of_one_without() -> None:
+    whole, broken = torch.ones(8), torch.ones(8)
+    broken[3] = torch.nan
+    for ours, theirs, is_one in ((whole, broken, False), (broken, whole, False), (broken, broken, False)):
+        pairs = gl.match_weights({"a.bias": ours}, {"a.bias": theirs}).pairs
+        assert any(pair.rel == 0 and "all its values are equal" in pair.note for pair in pairs) is is_one
+
+
 def test_few_numbers_that_are_equal_by_chance_show_no_partner() -> None:
     ours, theirs = torch.tensor([0.0, 1.0] * 16), torch.tensor([0.0, 0.0, 1.0, 2.0] * 8)
     match = gl.match_weights({"a.mask": ours}, {"b.mask": theirs})

@@ -88,8 +88,12 @@ def test_checksums_that_a_full_disk_refused_are_kept_with_those_of_the_same_log(
         patch.setattr(writer, "_flush", full)
         writer.write([b"c"])
     writer.begin(1, b"other", dropped=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_flush", full)
+        writer.write([b"d"])
+        writer.begin(2, b"third", dropped=2)
     writer.close()
-    assert (tmp_path / SUMS_FILE).read_bytes() == (1).to_bytes(8, "little") + sums_of([b"other", b"b", b"c"])
+    assert (tmp_path / SUMS_FILE).read_bytes() == (2).to_bytes(8, "little") + sums_of([b"third", b"c", b"d"])
 
 
 def test_checksums_refused_by_a_full_disk_are_written_with_the_next_ones(

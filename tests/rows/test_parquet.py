@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import math
 import os
@@ -432,6 +433,15 @@ def test_rows_of_an_earlier_session_are_continued(tmp_path: Path) -> None:
     assert orders(gl.load_run(tmp_path)) == list(range(17))
 
 
+def test_a_log_that_begins_behind_the_files_lacks_the_rows_between(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    store.append(lines(0, 2))
+    store._log.drop(1, store._log.begin[1] + len(lines(0, 1)[0]) + 1)
+    store._log.close()
+    with pytest.raises(gl.SessionError, match="rows 0 to 0 are missing; a Parquet file was removed"):
+        gl.load_run(tmp_path)
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +452,13 @@ def test_removed_or_copied_files_are_reported(tmp_path: Path) -> None:
     move_all(made)
     made.close()
     *_, before, last = made.files
+    hidden = before.path.rename(tmp_path / "elsewhere")
+    stop = last.first - 1
+    with pytest.raises(
+        gl.SessionError, match=rf"rows {before.first} to {stop} are missing; a Parquet file was removed"
+    ):
+        gl.load_run(tmp_path)
+    hidden.rename(before.path)
     last.path.unlink()
     with pytest.raises(gl.SessionError, match=rf"rows {last.first} to 39 are missing; a Parquet file was removed"):
         gl.load_run(tmp_path)
@@ -632,6 +649,45 @@ def test_a_disk_without_room_for_a_file_keeps_the_log(
     assert orders(gl.load_run(tmp_path)) == list(range(62))
 
 
+def test_a_file_that_the_disk_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: write(file, data[:999]))
+        made = parquet.write(tmp_path, 0, table_of_lines(b"\n".join(lines(0, 60)) + b"\n"))
+    assert parquet.read(made).num_rows == 60
+
+
+def test_a_file_is_forced_to_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("fsync", "rename"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (done.append(name), call(*given)))
+    parquet.write(tmp_path, 0, table_of_lines(b"\n".join(lines(0, 3)) + b"\n"))
+    # Then its folder, which has the name.
+    assert done == ["fsync", "rename", "fsync"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_log_that_the_disk_takes_in_part_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data if data.startswith(b"{") else data[:99])
+
+    def opened(path: Path, mode: str, **how: Any) -> Any:
+        return Short(path, mode, opener=how["opener"]) if path.suffix == ".partial" else open(path, mode, **how)
+
+    made = RowStore(tmp_path)
+    made.append(lines(0, 30))
+    while made._decode_ahead():
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "open", opened, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            made._move(6_000)
+    assert orders(gl.load_run(tmp_path)) == orders(made.frame()) == list(range(30))
+    made.close()
+
+
 @pytest.mark.usefixtures("small")
 def test_a_log_that_could_not_be_replaced_is_replaced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = RowStore(tmp_path)
@@ -643,6 +699,7 @@ def test_a_log_that_could_not_be_replaced_is_replaced_later(tmp_path: Path, monk
         with pytest.raises(OSError, match="full"):
             made._move(6_000)
     assert len(made.files) == 1
+    assert not list(tmp_path.glob("*.partial"))
     made.append(lines(30, 40))
     assert orders(gl.load_run(tmp_path)) == orders(made.frame()) == list(range(40))
     move_all(made)

@@ -38,7 +38,7 @@ from graftlab.rows.frames import GrowingFrame
 from graftlab.rows.log import ROWS_FILE, RowLog, header_line
 from graftlab.rows.schema import COLUMNS, STATISTICS, Row
 from graftlab.rows.store import RowStore, to_frame
-from graftlab.rows.tables import RepeatedTags, table_of_lines, with_steps
+from graftlab.rows.tables import RepeatedTags, RowError, table_of_lines, with_steps
 
 
 def row(**changes: Any) -> Row:
@@ -122,8 +122,10 @@ def test_a_tag_that_is_called_like_a_column_gets_a_prefix() -> None:
 
 def test_a_tag_that_is_called_like_a_prefixed_one_is_not_lost() -> None:
     given = {"error": "plain", "tag_error": "prefixed", "tag_tag_error": "twice"}
-    frame = to_frame([tagged(**given)])
-    assert sorted(frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]) == sorted(given.values())
+    for names in (given, [*given][::-1]):
+        frame = to_frame([tagged(**{name: given[name] for name in names})])
+        shown = frame.loc[0, [name for name in frame.columns if name.startswith("tag_")]]
+        assert sorted(shown) == sorted(given.values())
 
 
 def test_rows_without_a_measurement_have_no_numbers() -> None:
@@ -390,6 +392,11 @@ def test_numpy_numbers_stay_numbers() -> None:
     assert (tags["layer"], tags["scale"]) == (3, 0.5)
 
 
+def test_a_number_that_is_not_finite_is_no_missing_tag() -> None:
+    tags = decode(encode(tagged(low=-math.inf, high=math.inf, nothing=math.nan))).tags
+    assert (tags["low"], tags["high"], math.isnan(tags["nothing"])) == (-math.inf, math.inf, True)
+
+
 @pytest.mark.parametrize("line", [b"", b"[1]", b"{}", b'{"name": "x"', b"\xff"], ids=str)
 def test_lines_that_are_not_rows_are_refused(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own messages
@@ -401,6 +408,13 @@ def test_two_rows_in_one_line_are_no_row() -> None:
     assert len(decode_lines([line, line])) == 2
     with pytest.raises(ValueError, match=r"unexpected|Extra data|not a list"):
         decode_lines([line + b"," + line])
+
+
+def test_an_empty_line_among_rows_is_no_row() -> None:
+    line = encode(row()) + b"\n"
+    with pytest.raises(RowError, match="this is not a row of graftlab") as refused:
+        table_of_lines(line + b"\n" + line)
+    assert refused.value.index == 1
 
 
 # ---- the store and the file -----------------------------------------------------------------------------------------
@@ -809,6 +823,28 @@ def test_a_full_disk_does_not_damage_rows_written_before_or_after(
     store.close()
 
 
+def test_rows_that_are_written_while_they_are_read_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RowStore(tmp_path)
+    rows, file = [encode(row(order=order)) for order in range(3)], store._log._file
+    store.append(rows[:1])
+    store._log._file = FullDisk()
+    store.append(rows[1:2])
+    pieces = log._pieces
+
+    def late(*given: Any) -> Any:
+        # The disk has room again, after the reader has taken what was in memory.
+        monkeypatch.setattr(log, "_pieces", pieces)
+        store._log._file = file
+        store.append(rows[2:])
+        return pieces(*given)
+
+    monkeypatch.setattr(log, "_pieces", late)
+    assert store._log.lines_from(store._log.begin[1]).splitlines() == rows[:2]
+    store.close()
+
+
 def test_rows_that_a_full_disk_lacks_are_counted_also_once_the_store_is_closed(tmp_path: Path) -> None:
     store = RowStore(tmp_path)
     store.append([encode(row(order=1))])
@@ -902,7 +938,7 @@ def test_a_folder_without_rows_is_named_with_what_to_pass(tmp_path: Path) -> Non
     ("column", "value"),
     [
         *(("step", "x"), ("step", 1.5), ("tags", 5), ("shape", "no"), ("rel_l2", [1]), ("max_abs_index", 3)),
-        *(("name", None), ("rank", 1 << 63), ("status", {})),
+        *(("name", None), ("rank", 1 << 63), ("status", {}), ("senders", None)),
     ],
 )
 def test_an_invalid_value_is_named_with_its_line_and_column(tmp_path: Path, column: str, value: Any) -> None:
