@@ -388,6 +388,12 @@ def peers_of(**pages: RankStatus) -> tuple[Any, list[Peer]]:
     return SimpleNamespace(place=me, others=found, by_rank={each.world_rank: each for each in found}), found
 
 
+def test_peers_are_in_rank_order_however_they_were_connected() -> None:
+    links: Any = {rank: (SimpleNamespace(fileno=lambda: 0), None) for rank in (3, 1, 2)}
+    peers = Peers(Place("baseline", 0, 1, 3), links, timeout=1.0)
+    assert [*peers.by_rank] == [each.place.world_rank for each in peers.others] == [1, 2, 3]
+
+
 def test_a_rank_is_known_to_wait_until_it_is_gone_or_may_have_what_it_waits_for() -> None:
     waits, other = (RankStatus("waiting", since=7.0, awaits=(rank,)) for rank in (0, 2))
     peers, (first, second, third, last) = peers_of(a=waits, b=waits, c=waits, d=other)

@@ -26,7 +26,7 @@ COMPLETE: dict[str, Any] = {"role": "target", "run_dir": "/tmp/r", "baseline_wor
 def test_each_field_is_read_from_its_environment_variable() -> None:
     config = GraftConfig.from_env(
         {
-            "GRAFTLAB_ENABLE": "true",
+            "GRAFTLAB_ENABLE": "True",
             "GRAFTLAB_ROLE": "baseline",
             "GRAFTLAB_BASELINE_WORLD_SIZE": " 3 ",
             "GRAFTLAB_TIMEOUT": "1.5",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from graftlab.base.world import SIDES
 from graftlab.errors import RunError
 from graftlab.judging import line_runs
 from graftlab.judging.line_reports import _with_counterpart, _written, lines_of
@@ -16,7 +17,7 @@ from graftlab.judging.line_runs import MOST_CONFIRMING_RUNS, LineSearch
 from graftlab.judging.traced_call import _SMALLEST_TOLERANCE, TracedCall
 from graftlab.lines.first_lost import TOLERANCE
 from graftlab.lines.lost import LostOperation
-from graftlab.lines.traces import LINE_TAP
+from graftlab.lines.traces import LINE_TAP, OperationChanges
 
 
 def operation(index: int, name: str = "add") -> Any:
@@ -442,3 +443,12 @@ def test_the_ranks_that_run_a_line_are_those_of_the_whole_side(search: Any) -> N
     assert ranks(None, runs, lacks, runs) == (1, 3)
     # Those that do not reach the call at all are no exception.
     assert ranks(None, runs, runs) == ()
+
+
+def test_the_first_operation_of_a_trace_is_shown_as_the_others_are() -> None:
+    changed = {side: [OperationChanges(), OperationChanges()] for side in SIDES}
+    search: Any = SimpleNamespace(_index_on=lambda call, side, own, index, rank: index + rank if rank == own else None)
+    LineSearch._show(search, changed, SimpleNamespace(), {"baseline": 0, "target": 1}, 0, 6, "tap")  # type: ignore[arg-type]
+    assert [[each.shown for each in changed[side]] for side in SIDES] == [[{0: "tap"}, {}], [{}, {7: "tap"}]]
+    LineSearch._show(search, changed, SimpleNamespace(), {"baseline": 0, "target": 1}, 3, None, "one")  # type: ignore[arg-type]
+    assert [[each.shown for each in changed[side]] for side in SIDES] == [[{0: "tap", 3: "one"}, {}], [{}, {7: "tap"}]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import sys
@@ -164,6 +165,13 @@ def test_a_long_log_keeps_its_beginning_and_its_end(
             left_out = len(everything) - len(before) - len(after)
             assert said == f"[graftlab: {left_out:,} bytes of this log were left out here]"
             assert min(len(before), len(after)) > 900
+    # A log that another process shortens at this moment is left to it.
+    with open(tmp_path / "log", "a", encoding="utf-8") as log, open(tmp_path / "log") as theirs:
+        log.write("x" * 4000)
+        log.flush()
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            streams.shorten(log)
     # Not before it has three times as many bytes.
     with open(tmp_path / "short", "a", buffering=1, encoding="utf-8") as log:
         LabelledStream(log, lambda text: None).write("123456789\n" * 300)
