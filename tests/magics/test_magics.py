@@ -701,7 +701,7 @@ def test_replay_feeds_a_file_to_the_functions_that_it_names(notebook: Kernel, tm
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("line", ["%graft", "%graft -h", "%graft --help", "%%graft -h\n1"])
+@pytest.mark.parametrize("line", ["%graft", "%graft -h", "%graft --help", "%%graft -h\n1", "%%graft\n1"])
 def test_graft_alone_lists_all_commands(bare: Kernel, line: str) -> None:
     printed = typed(bare, line)
     for subcommand in SUBCOMMANDS:
