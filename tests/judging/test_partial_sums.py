@@ -343,6 +343,10 @@ def test_the_taps_after_summands_are_those_that_the_ranks_show_next() -> None:
     between = [tap("grad", 3, rank=0, rel_l2=0.1, own={"kind": "grad"}), tap("lone", 3, rank=0, side="baseline")]
     rows[2:2] = between
     assert next_taps(to_frame(rows), {"down", "dropped"}) == {"norm": "dropped", "out": "down"}
+    # What another rank shows meanwhile does not follow.
+    ways = [["up", "down", "norm"], ["first", "second", "third"]]
+    rows = [tap(name, n, rank=rank, rel_l2=0.1) for rank, names in enumerate(ways) for n, name in enumerate(names, 1)]
+    assert next_taps(to_frame(rows), {"down"}) == {"norm": "down"}
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 4)])

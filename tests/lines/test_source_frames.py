@@ -101,6 +101,11 @@ def test_the_whole_stack_has_the_helpers_line_too(monkeypatch: pytest.MonkeyPatc
         "return rotated(x) if x.dim() == 1 else attend(self, x)",
         "attention(torch.ones(2, 2))",
     ]
+    # Python 3.10 knows only the functions' own names.
+    here = "test_" + stacks[0][2].read().function.partition("test_")[2]
+    assert [each.read().function.rpartition(".")[2] for each in stacks[0][:2]] == ["attend", "forward"]
+    entry = StackEntry(noted.__code__, 1, True, True)
+    assert entry.read().function == (f"{here}.noted" if sys.version_info >= (3, 11) else "noted")
 
 
 def test_a_running_frame_is_chosen_as_the_models_line_is(

@@ -38,7 +38,7 @@ from graftlab.ranks.messages import (
     unpack_to_rank,
 )
 from graftlab.ranks.options import LaunchOptions
-from graftlab.remote import remote_rank
+from graftlab.remote import launcher, remote_rank
 from graftlab.remote.launcher import _Assignments, _device, _RemoteLaunch, _require_fit, launch_remote_ranks
 from graftlab.remote.rank_supervisor import HostFacts, RankEnd, RankSupervisor
 from graftlab.remote.remote_rank import WORLD, RemoteRankSpec, _find_modules, _joined, _LaunchSetup
@@ -245,6 +245,17 @@ def test_a_rank_that_ends_before_it_joins_ends_the_launch_with_its_log(tmp_path:
     assert hosts.ranks[0].signals
     assert hosts.released == 1
     assert (tmp_path / "logs" / "target-0.log").read_text() == "ImportError: no torch"
+
+
+def test_a_rank_that_ends_later_while_the_launch_waits_ends_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_LOOK", 0.01)
+    looks = iter([None, None])
+    hosts = Hosts([lambda spec: None] * 2)
+    hosts.ranks[1].end = lambda timeout: next(looks, RankEnd(3, b"its last words"))  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match=r"died while starting \(ended with exit code 3\)"):
+        launch_remote_ranks(LaunchOptions(1, 1, timeout=DEADLINE), tmp_path, GraftPlan(), hosts)
 
 
 def test_a_rank_whose_connection_ends_before_it_is_ready_ends_the_launch(
