@@ -123,10 +123,10 @@ class Exchange(Protocol[Memo]):
     def end_run(self) -> None:
         """Announce that this rank has ended all its steps of the run."""
 
-    def settle(self, wake: int) -> bool:
+    def settle(self, wake: int | None = None, timeout: float | None = None) -> bool:
         """Serve the peers until every participant has ended the run or died; then no frame of the run is in transit.
 
-        Returns False as soon as the descriptor ``wake`` becomes readable before that. There is no other time limit.
+        Returns False as soon as the descriptor ``wake`` becomes readable before that, or after ``timeout`` seconds.
         """
 
     def take_unmatched(self) -> Sequence[Memo]:

@@ -183,16 +183,22 @@ class Peers:
         else:
             self.on_wait(sorted({rank for wait in self.waits for rank in wait.awaits}))
 
-    def settle(self, wake: int) -> bool:
-        """Read frames until every peer has ended the run; False if the descriptor ``wake`` becomes readable before."""
-        self._poller.register(wake, select.POLLIN)
+    def settle(self, wake: int | None, timeout: float | None) -> bool:
+        """Read frames until every peer has ended the run; False if the descriptor ``wake`` becomes readable before, or
+        after ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if wake is not None:
+            self._poller.register(wake, select.POLLIN)
         try:
             while not all(peer.has_settled() for peer in self.by_rank.values()):
-                if wake in self.pump(None):
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if (remaining is not None and remaining <= 0) or wake in self.pump(remaining):
                     return False
             return True
         finally:
-            self._poller.unregister(wake)
+            if wake is not None:
+                self._poller.unregister(wake)
 
     def pump(self, timeout: float | None) -> list[int]:
         """Wait up to ``timeout`` seconds (None: without a limit) for frames, and read all that have arrived.

@@ -111,8 +111,8 @@ class RankExchange(Generic[Memo]):
                 peer.send(RunEndFrame())
         self._peers.pump(0)
 
-    def settle(self, wake: int) -> bool:
-        return self._peers.settle(wake)
+    def settle(self, wake: int | None = None, timeout: float | None = None) -> bool:
+        return self._peers.settle(wake, timeout)
 
     def close(self) -> None:
         self._peers.close()

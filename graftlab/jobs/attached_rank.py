@@ -357,8 +357,7 @@ class AttachedRank:
             try:
                 self._end_run()
             except Exception as error:
-                # A thread may still be in a tap, or the interpreter may no longer start threads. The job ends in any
-                # case.
+                # A thread may still be in a tap. The job ends in any case.
                 logger.warning(
                     "%s: graftlab could not end cleanly; the job is not affected: %s", self.place.label, error
                 )
@@ -381,7 +380,8 @@ class AttachedRank:
         error = getattr(sys, "last_value", None)
         failure: Failure | None = None if error is None else failure_of(error)
         self._connection.send(RunDone(run.run, None, failure))
-        if not self._await_ends():
+        # How the others end shows which tensors had no receiver.
+        if not self._grafter.exchange.settle(timeout=self._config.timeout):
             self._connection.send(
                 Output(
                     f"this job ended after it had waited {self._config.timeout:g} s for the others: it is unknown "
@@ -399,19 +399,6 @@ class AttachedRank:
                 None, (nothing, *unmatched_filters(self._config, self._grafter.plan, connection.taps))
             ):
                 warn(f"{self.place.label}: {warning}")
-
-    def _await_ends(self) -> bool:
-        """Wait at most ``timeout`` seconds for the others to end too, which shows which tensors had no receiver."""
-        given_up = os.eventfd(0)
-        timer = threading.Timer(self._config.timeout, os.eventfd_write, (given_up, 1))
-        timer.daemon = True
-        timer.start()
-        try:
-            return self._grafter.exchange.settle(given_up)
-        finally:
-            timer.cancel()
-            timer.join()
-            os.close(given_up)
 
     def _fail(self, error: Exception) -> None:
         """After an error in graftlab itself: stop taking taps, and let the job continue."""

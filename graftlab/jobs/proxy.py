@@ -84,7 +84,7 @@ class Proxy:
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread.ident is None:
+            if self._thread.ident is None and not self._ended:
                 self._thread.start()
 
     def close(self, *, when_done: bool = False, timeout: float = 5.0) -> None:
@@ -93,8 +93,11 @@ class Proxy:
         if when_done and self._pairs:
             self._thread.join(timeout)
         self._closing = True
-        # It closes what it was given.
-        self._start()
+        with self._starting:
+            if self._thread.ident is None:
+                # From Python 3.12 on, no thread can start when the interpreter ends.
+                self._close_all()
+                return
         self._wake_thread()
         self._thread.join(timeout)
 
@@ -113,12 +116,16 @@ class Proxy:
             # Both ends see their connection end, and continue without it.
             logger.exception("the proxy for other machines failed; every connection through it ends")
         finally:
-            for pair in list(self._pairs.values()):
-                pair.near.drain(1.0)
-                self._end(pair)
-            self._refusals.close()
-            self._router.close()
-            with self._lock:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        for pair in list(self._pairs.values()):
+            pair.near.drain(1.0)
+            self._end(pair)
+        self._refusals.close()
+        self._router.close()
+        with self._lock:
+            if not self._ended:
                 self._ended = True
                 os.close(self._wake)
 

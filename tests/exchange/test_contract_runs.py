@@ -100,8 +100,17 @@ def test_settling_can_be_called_off(world: World) -> None:
     settling = in_background(lambda: world.baseline.exchange.settle(read))
     world.target.exchange.end_run()
     assert settling.result(DEADLINE) is True
+    assert world.baseline.exchange.settle(timeout=0.0) is True
     os.close(read)
     os.close(write)
+
+
+def test_settling_ends_after_its_timeout(world: World) -> None:
+    settling = in_background(lambda: world.baseline.exchange.settle(timeout=0.01))
+    assert settling.result(DEADLINE) is False
+    settling = in_background(lambda: world.baseline.exchange.settle(timeout=DEADLINE))
+    world.target.exchange.end_run()
+    assert settling.result(DEADLINE) is True
 
 
 def test_a_settling_rank_still_learns_which_tensors_were_requested(world: World) -> None:
