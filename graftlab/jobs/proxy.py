@@ -66,7 +66,7 @@ class Proxy:
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._serve, name="graftlab-proxy", daemon=True)
         self._starting = threading.Lock()
-        # Without it, frames that arrive before the first connection is known here would be dropped.
+        # A job's thread starts with its first connection: until then, it would drop what arrives.
         if on_first_frame is not None:
             self._start()
 
@@ -95,7 +95,7 @@ class Proxy:
         self._closing = True
         with self._starting:
             if self._thread.ident is None:
-                # From Python 3.12 on, no thread can start when the interpreter ends.
+                # Python 3.12.1 starts no thread while the interpreter ends.
                 self._close_all()
                 return
         self._wake_thread()

@@ -335,7 +335,7 @@ def test_a_job_that_ends_reports_its_step_and_what_no_rank_received() -> None:
 
 
 def test_a_job_waits_for_the_others_until_its_timeout_without_a_thread() -> None:
-    # Python 3.12.1 starts none when the interpreter ends.
+    # Python 3.12.1 starts none while the interpreter ends.
     rank = attached()
     rank._end_run()
     rank._grafter.exchange.settle.assert_called_once_with(timeout=rank._config.timeout)
